@@ -43,7 +43,7 @@ endif
 
 # What is typed as NAME=value reaches the shell as "$$NAME", of the environment, and is expanded neither
 # by make nor by the shell: quotes, dollars and blanks in it stay what they are.
-VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE \
+VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE JOBS \
           LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPU GPUS
 $(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
 # NAME= alone is refused: a shell's variable that is empty would ask for all steps and not for one file.
@@ -105,8 +105,8 @@ notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the firs
 		$(PY) -m pip install --quiet --disable-pip-version-check $$($(PY) -c "$$REQUIREMENTS" notebook))
 	@$(PY) -m jupyterlab steps/ladder.ipynb
 
-fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED=], or one CASE=
-	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case)
+fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED= JOBS=], or one CASE=
+	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case JOBS:jobs)
 
 LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
 # Files that import torch, also in tests/conftest.py.

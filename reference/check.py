@@ -156,8 +156,8 @@ class Reference:
 
     def _work_out(self, used: Operands | Array, exact: bool) -> Expected:
         wrong = None
-        known = isinstance(used, np.ndarray) or self.problem.distribution == "golden"
-        if not known or isinstance(used, Halves | Bfloats):
+        given = self.problem.distribution == "golden" and isinstance(used, Q81 | Tokens)
+        if not isinstance(used, np.ndarray) and not given:
             wrong = complaint(used, self.problem.a[self.rows], exact, self.rows)
         return Expected(*self._multiply(used), wrong)
 

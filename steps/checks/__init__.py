@@ -6,5 +6,7 @@ A *work* is one step in one activation family on one weight format: a cell of ev
     cases     the problems: shapes, distributions, lane orders
     run       every case of every work on a machine, and what came of them
     verify    one step on one problem
-    fuzz      random products, by one line each (fuzz_cases)
+    fuzz      random products, by one line each (fuzz_cases), on a GPU by several processes
+              (fuzz_workers)
+    float64   the products that it compares with, by NumPy or a machine
 """

@@ -9,28 +9,34 @@ Of each case
     errors      finite rows, those of each kind by themselves, satisfy `reference.check`; and are no
                 further from the product of A with the weights than the accuracy asked for allows
     repeats     the same product again, by the step, `gemm`, a plan or a graph, has the same bits
+
+Cases may share `Weights`: packed once, and float64 once. `steps.checks.fuzz_workers` runs many.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, cached_property, partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from qformats import FORMATS, format_of
-from reference import Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
+from reference import Problem, Reference, bfloat16_values, check
 from steps.blocks.q8_1 import q8_1_blocks
+from steps.checks.float64 import Answers, MachineProducts, Products
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
+from steps.checks.run import fatal
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
 from steps.contract import Kernel
 from steps.kernels.parts.activations.layouts import reading_of
-from steps.product.gemm import gemm, pack
+from steps.product.gemm import Packed, gemm, pack
 from steps.product.operands import ARRAYS
 from steps.product.plan import plan
-from steps.registry import kernel_of
 
 if TYPE_CHECKING:
     from steps.driver.machines import Gpu, Simulator
@@ -59,22 +65,97 @@ ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff of C and A, by dtype."""
 
 
-def complaints(case: FuzzCase, machine: Machine) -> list[str]:
-    """One sentence for each thing that is wrong with a case."""
-    step, problem = kernel_of(case.step), case.problem()
-    a, blocks = problem.given, problem.blocks
-    if numbers := refused(case, step, problem):
+class Weights:
+    """The weights of cases that share them, on a machine, and the float64 products with them."""
+
+    def __init__(self, case: FuzzCase, machine: Machine, on_machine: bool = False) -> None:
+        """on_machine: whether the machine makes the float64 products, or NumPy."""
+        self._case, self._machine = case, machine
+        self.blocks = case.blocks()
+        self.products = Products(self.blocks)
+        if on_machine:
+            self.products = MachineProducts(self.blocks, machine)
+
+    @cached_property
+    def packed(self) -> Packed:
+        """As callers pack them for the step."""
+        return pack(self.blocks, step=self._case.step, machine=self._machine)
+
+    @cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """As the kernel reads them, on the machine."""
+        if not self._case.lesson:
+            return self.packed.arrays
+        return tuple(map(self._machine.array, self._case.kernel.pack(self.blocks)))
+
+    @cached_property
+    def kept(self) -> tuple[np.ndarray, ...]:
+        """What is to be in `arrays` after each product."""
+        return tuple(np.array(self._machine.host(one)) for one in self.arrays)
+
+
+class Spent(Counter[str]):
+    """Seconds, by what they were spent on."""
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self[what] += perf_counter() - start  # type: ignore[assignment]
+
+
+def complaints(
+    case: FuzzCase,
+    machine: Machine,
+    weights: Weights | None = None,
+    spent: Spent | None = None,
+) -> list[str]:
+    """One sentence for each thing that is wrong with a case. weights: where cases share them."""
+    spent = Spent() if spent is None else spent
+    with spent.on("drawing"):
+        weights = weights or Weights(case, machine)
+        step, problem = case.kernel, case.problem(weights.blocks)
+        a, blocks = problem.given, problem.blocks
+        numbers = refused(case, step, problem)
+    if numbers:
         return _refusals(case, a, blocks, machine, numbers)
-    prepared = prepare(step, case.family, case.format, a, blocks, machine, dtype=case.c)
-    c = np.array(multiply(prepared, machine))
-    require_unchanged(prepared, machine, step, a, blocks)
-    found = _wrong_rows(case, step, problem, c, operands(prepared, machine))
-    for again in _again(case, a, blocks, machine):
-        if not np.array_equal(_floats(again), _floats(c), equal_nan=True):
+    with spent.on("packing"):
+        kept = weights.kept
+    with spent.on("multiplying"):
+        prepared = prepare(
+            *(step, case.family, case.format, a, blocks, machine),
+            dtype=case.c,
+            packed=weights.arrays,
+        )
+        c = np.array(multiply(prepared, machine))
+        require_unchanged(prepared, machine, step, a, kept)
+    with spent.on("judging"):
+        used = operands(prepared, machine)
+        found = _wrong_rows(case, step, problem, c, used, weights.products)
+    with spent.on("repeating"):
+        for again in _again(case, a, weights, machine):
             x, y = _floats(again), _floats(c)
-            where = np.argwhere((x != y) & ~(np.isnan(x) & np.isnan(y)))[0]
-            found.append(f"via {case.via} C has other bits, the first at {tuple(map(int, where))}")
+            if not np.array_equal(x, y, equal_nan=True):
+                where = np.argwhere((x != y) & ~(np.isnan(x) & np.isnan(y)))[0]
+                at = tuple(map(int, where))
+                found.append(f"via {case.via} C has other bits, the first at {at}")
     return found
+
+
+def judged(
+    case: FuzzCase,
+    machine: Machine,
+    weights: Weights | None = None,
+    spent: Spent | None = None,
+) -> tuple[list[str], bool]:
+    """(`complaints` or the error of a case, whether the GPU's context is lost, so that no more can
+    run)"""
+    try:
+        return complaints(case, machine, weights, spent), False
+    except Exception as error:  # a kernel may fail in any way
+        return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
 
 
 # --- what must be refused -------------------------------------------------------------------------
@@ -104,7 +185,8 @@ def _refusals(
 ) -> list[str]:
     """What `gemm`, a plan and, for K, `pack` have let pass."""
     calls: dict[str, Callable[[], Any]] = {
-        via: partial(_again, replace(case, via=via), a, blocks, machine) for via in ("gemm", "plan")
+        via: partial(_called, replace(case, via=via), a, blocks, machine)
+        for via in ("gemm", "plan")
     }
     if numbers != ("65504",):
         calls["pack"] = partial(pack, blocks, step=case.step, machine=machine)
@@ -126,13 +208,22 @@ def _refusals(
 
 
 def _wrong_rows(
-    case: FuzzCase, step: Kernel, problem: Problem, c: np.ndarray, used: Any
+    case: FuzzCase,
+    step: Kernel,
+    problem: Problem,
+    c: np.ndarray,
+    used: Any,
+    products: Products,
 ) -> list[str]:
     found: list[str] = []
-    for kind in sorted(set(case.kinds)):
-        rows = np.flatnonzero([case.kind_of(m) == kind for m in range(case.m)])
-        part = _floats(c)[rows]
+    kinds = np.resize(case.kinds, case.m)
+    finite = np.flatnonzero(~np.isin(kinds, ("nan", "inf")))
+    if finite.size:
+        answers = products.answers(None if used is None else used.rows(finite), problem.a[finite])
+    for kind in sorted(set(kinds)):
+        rows = np.flatnonzero(kinds == kind)
         if kind in ("nan", "inf"):
+            part = _floats(c[rows])
             wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
             if wrong.any():
                 m, n = (int(i) for i in np.argwhere(wrong)[0])
@@ -140,93 +231,99 @@ def _wrong_rows(
                     f"{np.count_nonzero(wrong)} of {part.size} outputs of rows with {kind} hide "
                     f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
                 )
-        elif rows.size:
-            if case.as_drawn:
-                verdict = check(c, problem, case.family, used)
-                found += [] if verdict.ok else [verdict.verdict]
-            found += _wrong_kind(case, step, problem, c, used, rows)
+        else:
+            of_rows = answers.rows(np.searchsorted(finite, rows))
+            found += _wrong_kind(case, step, problem, c, used, rows, of_rows, products)
     return found
 
 
 def _wrong_kind(
-    case: FuzzCase, step: Kernel, problem: Problem, c: np.ndarray, used: Any, rows: np.ndarray
+    case: FuzzCase,
+    step: Kernel,
+    problem: Problem,
+    c: np.ndarray,
+    used: Any,
+    rows: np.ndarray,
+    answers: Answers,
+    products: Products,
 ) -> list[str]:
     """What is wrong with rows of one finite kind."""
-    kind, a = case.kind_of(int(rows[0])), problem.a[rows]
-    x, part = a.astype(np.float64), _floats(c)[rows]
-    size, wanted = magnitude_a16(x, problem.blocks), same_operands_a16(x, problem.blocks)
-    finite_sums = size < LARGEST[case.c] / 8
+    kind, part = case.kind_of(int(rows[0])), _floats(c[rows])
+    finite_sums: np.ndarray = answers.most < LARGEST[case.c] / 8
     if (wrong := finite_sums & ~np.isfinite(part)).any():
         m, n = (int(i) for i in np.argwhere(wrong)[0])
         return [
             f"{np.count_nonzero(wrong)} of {part.size} outputs of {kind} rows are not finite, the "
-            f"first at ({rows[m]}, {n}): got {part[m, n]}, expected {wanted[m, n]:.9g}"
+            f"first at ({rows[m]}, {n}): got {part[m, n]}, expected {answers.wanted[m, n]:.9g}"
         ]
-    kept = finite_sums.all(axis=1)
-    rows, a, x, part, size, wanted = (one[kept] for one in (rows, a, x, part, size, wanted))
+    kept = np.all(finite_sums, axis=1)
+    rows, part, answers = rows[kept], part[kept], answers.rows(kept)
     if not rows.size:
         return []
+    a = problem.a[rows]
+    x = a.astype(np.float64)
     largest = np.abs(x).max(axis=1)
     if (largest[largest > 0] < LEAST).any():
-        if (np.abs(part) > 2 * size + LEAST).any():
+        if (np.abs(part) > 2 * answers.most + LEAST).any():
             return [f"{kind} rows have outputs of {np.abs(part).max():.3g}, larger than their sums"]
         return []
-    found = []
-    if not case.as_drawn:
-        own = GivenProblem(a, problem.blocks, problem.input)
-        verdict = check(c[rows], own, case.family, None if used is None else used.rows(rows))
-        # Each output has its bound. What all of them come to is judged by roundings that fall
-        # at random: not where the steps of C are coarse, nor where terms are alike, and so rounded,
-        # nor where all outputs of a token are one.
-        coarse = np.mean(wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2
-        alike = kind == "ones" or case.weights == "most"
-        right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
-        found += [] if right else [f"{kind} rows are {verdict.verdict}"]
-    return found + _far_off(case, step, problem.blocks, x, part, wanted, rows)
+    own = problem if case.as_drawn else GivenProblem(a, problem.blocks, problem.input)
+    reference = Reference(own, part.size, multiply=lambda _: (answers.same, answers.size))
+    verdict = check(
+        c[rows], own, case.family, None if used is None else used.rows(rows), reference=reference
+    )
+    # Each output has its bound. What all of them come to is judged by roundings that fall at
+    # random: not where the steps of C are coarse, nor where terms are alike, and so rounded, nor
+    # where all outputs of a token are one.
+    coarse = np.mean(answers.wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2
+    alike = kind == "ones" or case.weights == "most"
+    right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
+    found = [] if right else [f"{kind} rows are {verdict.verdict}"]
+    return found + _far_off(case, step, products, x, part, answers, rows)
 
 
 def _far_off(
     case: FuzzCase,
     step: Kernel,
-    blocks: np.ndarray,
+    products: Products,
     x: np.ndarray,
     part: np.ndarray,
-    wanted: np.ndarray,
+    answers: Answers,
     rows: np.ndarray,
 ) -> list[str]:
     """Whether rows are further from x @ weights than they may be: an error that is one of the
     operands, which `check` takes as they are."""
-    weights = format_of(blocks).dequantize(blocks).astype(np.float64)
-    energy = (x**2) @ (weights**2).T
+    wanted, energy, blocks = answers.wanted, answers.energy, products.blocks
     allowed = ERRORS[step.accuracy]
     if case.family == "A8" and step.accuracy == "exact":
         allowed = A8_ERROR
     elif case.family == "A16":
         allowed += 4 * ROUNDED[case.a] ** 2
-    permitted = allowed * energy
+    permitted = allowed * energy + ROUNDED[case.c] ** 2 * wanted**2 + LEAST_OF_C[case.c] ** 2
     if step.accuracy != "exact":  # int8, whose step follows the largest |a| of a token
-        permitted += (
-            (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * (weights**2).sum(axis=1)
-        )
-    permitted += ROUNDED[case.c] ** 2 * wanted**2
+        permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * products.squares
+    if _in_blocks(case, step):
+        permitted += LEAST_IN_BLOCKS**2 * products.squares
+    few = 1 + 30 / part.shape[1]
+    error, most = ((part - wanted) ** 2).sum(axis=1), few * permitted.sum(axis=1) + 2.0**-50
+    if (error <= most).all():
+        return []
+    # What else may be lost takes longer to find out.
     if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima become
         # float16, which costs 2^-11 of what each multiplies
-        permitted += 2.0**-22 * sum(one**2 + other**2 for one, other in _groups(x, blocks))
-    if _in_blocks(case, step):
-        permitted += LEAST_IN_BLOCKS**2 * (weights**2).sum(axis=1)
-        if case.kind_of(int(rows[0])) == "ones":  # its blocks' scales and sums are rounded alike
-            parts = zip(*_groups(x, blocks), strict=True)
-            permitted += 2.0**-22 * sum(abs(sum(part)) for part in parts) ** 2
-    permitted += LEAST_OF_C[case.c] ** 2
-    few = 1 + 30 / part.shape[1]
-    permitted, error = few * permitted.sum(axis=1) + 2.0**-50, ((part - wanted) ** 2).sum(axis=1)
-    if (error <= permitted).all():
+        parts = _groups(x, blocks)
+        most += few * 2.0**-22 * sum((one**2 + other**2).sum(axis=1) for one, other in parts)
+    if _in_blocks(case, step) and case.kind_of(int(rows[0])) == "ones":
+        # its blocks' scales and sums are rounded alike
+        sums = [abs(sum(part)) for part in zip(*_groups(x, blocks), strict=True)]
+        most += few * 2.0**-22 * (np.sum(sums, axis=0) ** 2).sum(axis=1)
+    if (error <= most).all():
         return []
-    m = int(np.argmax(error / permitted))
+    m = int(np.argmax(error / most))
     whole = max(energy[m].sum(), 1e-300)
     return [
         f"row {rows[m]} ({case.kind_of(int(rows[m]))}) is off by {error[m] / whole:.2g} of "
-        f"sum a^2 w^2, and {permitted[m] / whole:.2g} is allowed"
+        f"sum a^2 w^2, and {most[m] / whole:.2g} is allowed"
     ]
 
 
@@ -243,14 +340,23 @@ def _groups(x: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[np.ndarray, np.
 # --- the same again -------------------------------------------------------------------------------
 
 
-def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) -> list[np.ndarray]:
-    """C of the same product, made in the way that the case names. Of a plan by two calls: the
-    second finds the workspace as the first has left it."""
-    if case.via == "step":
-        prepared = prepare(
-            kernel_of(case.step), case.family, case.format, a, blocks, machine, dtype=case.c
-        )
-        return [np.array(multiply(prepared, machine))]
+def _again(case: FuzzCase, a: np.ndarray, weights: Weights, machine: Machine) -> list[np.ndarray]:
+    """C of the same product, made in the way that the case names."""
+    if case.via != "step":  # on a GPU weights that are packed, which the cases share
+        return _called(case, a, weights.packed if machine.cc else weights.blocks, machine)
+    prepared = prepare(
+        *(case.kernel, case.family, case.format, a, weights.blocks, machine),
+        dtype=case.c,
+        packed=weights.arrays,
+    )
+    return [np.array(multiply(prepared, machine))]
+
+
+def _called(
+    case: FuzzCase, a: np.ndarray, w: np.ndarray | Packed, machine: Machine
+) -> list[np.ndarray]:
+    """C by `gemm` or a plan. Of a plan by two calls: the second finds the workspace as the first
+    has left it."""
     options: dict[str, Any] = {"step": case.step, "family": case.family, "dtype": case.c}
     options["machine"] = machine
     on_gpu = machine.cc is not None
@@ -260,9 +366,9 @@ def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) 
     if case.via == "gemm":
         if _refused_by_gemm(case, machine):
             return []
-        gemm(at, blocks, out=outs[0], stream=_stream(case, machine), **options)
+        gemm(at, w, out=outs[0], stream=_stream(case, machine), **options)
         return [_fetched(outs[0])]
-    run = plan(case.m, blocks, input=case.a, **options)
+    run = plan(case.m, w, input=case.a, **options)
 
     def calls(stream: Any) -> None:
         for out in outs:
@@ -277,7 +383,7 @@ def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) 
 
 def _refused_by_gemm(case: FuzzCase, machine: Machine) -> bool:
     """Whether A has a NaN or infinity and is NumPy's, where it costs little to look."""
-    return machine.cc is None and bool({"nan", "inf"} & {case.kind_of(m) for m in range(case.m)})
+    return machine.cc is None and bool({"nan", "inf"} & set(case.kinds[: case.m]))
 
 
 def _replayed(calls: Callable[[Any], None]) -> None:
@@ -297,9 +403,15 @@ def _replayed(calls: Callable[[Any], None]) -> None:
 
 
 def _stream(case: FuzzCase, machine: Machine) -> Any:
+    return _own_stream() if case.stream and machine.cc is not None else None
+
+
+@cache
+def _own_stream() -> Any:
+    """One for all products: `gemm` keeps a workspace for each stream."""
     from numba import cuda
 
-    return cuda.stream() if case.stream and machine.cc is not None else None
+    return cuda.stream()
 
 
 def _on_gpu(host: np.ndarray, offset: int, dtype: str = "bytes") -> Any:

@@ -2,6 +2,9 @@
 
 A line holds all that a case is made of, so a failure is repeated by
 `python -m steps fuzz --case "<line>"` on any machine that can run the step.
+
+    work = drawn_work(rng, kernels, cc)         a kernel, a format, dtypes of A and C
+    cases = sharing(rng, work, simulated, 32)   products that share weights, of that work
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from steps.checks.cases import require_depth
 from steps.checks.select import ALL_FORMATS, UsageError, select
 from steps.contract import Family, Kernel
 from steps.kernels.parts.activations.layouts import inputs
-from steps.registry import kernel_of
+from steps.registry import find, kernel_of
 
 ROWS: Final = ("plain", "nan", "inf", "zeros", "ones", "small", "tiny", "large")
 """Kinds of rows of A: as drawn; with one NaN, one infinity; all zero; all the same; times 1e-7,
@@ -44,9 +47,11 @@ DEEP: Final = 160_000
 class FuzzCase:
     """One product. `rows`: kinds of ROWS, joined by commas; row m of A is of kind m, in turns.
 
-    a, c: dtypes of A and C. offset: elements (of A in 16 bits: chunks of eight) by which A begins
-    behind an aligned address, and chunks of 16 bytes by which C does, and stream: whether a stream
-    of its own is used; both where a GPU repeats the product. order: of the simulator's lanes.
+    lesson: whether the lesson's own kernel multiplies, where it teaches an engineered one. seed, w:
+    seeds of A and of the weights. a, c: dtypes of A and C. offset: elements (of A in 16 bits:
+    chunks of eight) by which A begins behind an aligned address, and chunks of 16 bytes by which C
+    does, and stream: whether a stream of its own is used; both where a GPU repeats the product.
+    order: of the simulator's lanes.
     """
 
     step: int
@@ -65,6 +70,8 @@ class FuzzCase:
     stream: int = 0
     order: int = 0
     seed: int = 0
+    w: int = 0
+    lesson: int = 0
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -86,13 +93,14 @@ class FuzzCase:
             raise UsageError(f"the case lacks {', '.join(lacking)}")
         one = cls(**found)
         try:
-            step = kernel_of(one.step)
+            step = one.kernel
         except ValueError as error:
             raise UsageError(str(error)) from None
         if why := step.supports(one.format, one.family, None, one.c):
             raise UsageError(why)
         require_depth(one.format, one.k)
-        choices = {"a": inputs(step, one.family), "data": DATA, "weights": WEIGHTS, "via": VIA}
+        via = VIA[:1] if one.lesson else VIA  # callers name a step, and get the engineered kernel
+        choices = {"a": inputs(step, one.family), "data": DATA, "weights": WEIGHTS, "via": via}
         asked = [(name, getattr(one, name)) for name in choices]
         for name, value in [*asked, *(("rows", kind) for kind in one.kinds)]:
             if value not in (these := choices.get(name, ROWS)):
@@ -113,15 +121,25 @@ class FuzzCase:
         """Whether A and W are a `Problem`'s own."""
         return self.rows == "plain" and self.weights == "drawn"
 
-    def problem(self) -> Problem:
-        """The product: a `Problem`, or one with other rows or weights."""
-        drawn = Problem(self.m, self.n, self.k, self.format, self.data, self.seed, self.a)
-        if self.as_drawn:
-            return drawn
-        blocks = drawn.blocks
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel that multiplies; ValueError for a number that no step has."""
+        return find(self.step) if self.lesson else kernel_of(self.step)
+
+    def blocks(self) -> np.ndarray:
+        """The weights, structured [N, K/32] or [N, K/256]: those of all cases that differ in A and
+        in calls alone."""
         if self.weights == "most":  # as large as codes can make them, and all alike
-            blocks = FORMATS[self.format].quantize(np.full((self.n, self.k), -0.125, np.float32))
-        return GivenProblem(self._activations(drawn.a.astype(np.float32)), blocks, self.a)
+            return FORMATS[self.format].quantize(np.full((self.n, self.k), -0.125, np.float32))
+        return Problem(1, self.n, self.k, self.format, self.data, self.w).blocks
+
+    def problem(self, blocks: np.ndarray | None = None) -> GivenProblem:
+        """The product; blocks: the weights, where they are made already."""
+        blocks = self.blocks() if blocks is None else blocks
+        a = Problem(self.m, self.n, self.k, self.format, self.data, self.seed, self.a).a
+        if self.as_drawn:
+            return GivenProblem(a, blocks, self.a, self.data)
+        return GivenProblem(self._activations(a.astype(np.float32)), blocks, self.a)
 
     def _activations(self, x: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng([self.seed, self.m, self.k])
@@ -147,57 +165,85 @@ class FuzzCase:
 
 class GivenProblem(PrequantizedProblem):
     """A product of an A and blocks that are there; a: float32 or float16, or float32 of bfloat16's
-    numbers."""
+    numbers. distribution: what both were drawn from; of "integer" the product is exact."""
 
-    def __init__(self, a: np.ndarray, blocks: np.ndarray, input: str) -> None:
+    def __init__(
+        self, a: np.ndarray, blocks: np.ndarray, input: str, distribution: str = "normal"
+    ) -> None:
         super().__init__(len(a), blocks, input=input)
+        object.__setattr__(self, "distribution", distribution)
         self.__dict__["a"] = a
 
 
 def cases(
-    seed: int, steps: Sequence[Kernel], cc: tuple[int, int] | None, alike: int
+    seed: int, steps: Sequence[Kernel], cc: tuple[int, int] | None, count: int = 1
 ) -> Iterator[FuzzCase]:
-    """Cases without end, small ones where there is no GPU (`cc`). As many as `alike` follow each
-    other that differ in data, shape and calls alone, so that a GPU has less to compile."""
-    select(steps, ALL_FORMATS, None, cc)  # there is one at least
+    """Cases without end, small ones where there is no GPU (`cc`). As many as `count` follow each
+    other that differ in A and in calls alone."""
+    require_work(steps, cc)
     rng = np.random.default_rng(seed)
     while True:
+        yield from sharing(rng, drawn_work(rng, steps, cc), cc is None, count)
+
+
+def require_work(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> None:
+    """UsageError where none of the kernels runs on such a GPU."""
+    select(steps, ALL_FORMATS, None, cc)
+
+
+def drawn_work(
+    rng: np.random.Generator, steps: Sequence[Kernel], cc: tuple[int, int] | None
+) -> FuzzCase:
+    """A kernel, format and dtypes, as a case without a shape."""
+    while True:
         step = _one(rng, steps)
+        lesson = int(find(step.number) is not step and rng.random() < LESSONS)
+        step = find(step.number) if lesson else step
         family, name, output = (
             _one(rng, some) for some in (step.families, step.formats, step.outputs)
         )
         if step.supports(name, family, cc, output) is None:
             reads = _one(rng, inputs(step, family))
-            work = FuzzCase(step.number, family, name, 1, 1, 1, reads, output)
-            for _ in range(alike):
-                yield _drawn(rng, work, cc is None)
+            return FuzzCase(step.number, family, name, 1, 1, 1, reads, output, lesson=lesson)
 
 
-def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCase:
+def sharing(
+    rng: np.random.Generator, work: FuzzCase, simulated: bool, count: int
+) -> list[FuzzCase]:
+    """So many cases of a work that have the same weights."""
     size = FORMATS[work.format].elements
     if simulated:
-        m, n = _log(rng, 1, 40), _log(rng, 1, 140)
-        k = size * _log(rng, 1, max(1, 288 // size))
-        while m * n * k > SIMULATED_LIMIT:
-            m, n = max(1, m // 2), max(1, n // 2)
+        n, k = _log(rng, 1, 140), size * _log(rng, 1, max(1, 288 // size))
+        n = min(n, SIMULATED_LIMIT // k)
     else:
-        m, n = _log(rng, 1, 600), _log(rng, 1, 5000)
-        k = size * _log(rng, 1, max(1, min(16384, GPU_WEIGHTS // n, GPU_WEIGHTS // m) // size))
-    if rng.random() < 0.02 and (not simulated or kernel_of(work.step).accuracy != "exact"):
-        m, n, k = min(m, 4), min(n, 8), DEEP
-    plain = rng.random() < 0.4
-    weights = "most" if rng.random() < 0.1 and work.format in WEIGHT_FORMATS else "drawn"
+        n = _log(rng, 1, 5000)
+        k = size * _log(rng, 1, max(1, min(16384, GPU_WEIGHTS // n) // size))
+    if rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy != "exact"):
+        n, k = min(n, 8), DEEP
+    data, weights = _one(rng, DATA), "drawn"
+    if data != "integer" and work.format in WEIGHT_FORMATS and rng.random() < 0.1:
+        weights = "most"
+    shared = replace(work, n=n, k=k, data=data, weights=weights, w=int(rng.integers(10**6)))
+    return [_product(rng, shared, simulated) for _ in range(count)]
+
+
+def _product(rng: np.random.Generator, shared: FuzzCase, simulated: bool) -> FuzzCase:
+    n, k = shared.n, shared.k
+    if k == DEEP:
+        m = _log(rng, 1, 4)
+    elif simulated:
+        m = _log(rng, 1, min(40, max(1, SIMULATED_LIMIT // (n * k))))
+    else:
+        m = _log(rng, 1, max(1, min(600, GPU_VALUES // k, GPU_OUTPUTS // n)))
+    plain = rng.random() < 0.4 or shared.data == "integer"
     some = rng.choice(ROWS, size=rng.integers(1, 5))
     via = _one(rng, VIA[:3] if simulated else VIA)
+    alone = shared.lesson or rng.random() < 0.5
     return replace(
-        work,
+        shared,
         m=m,
-        n=n,
-        k=k,
-        data=str(rng.choice(DATA[:3] if not plain or weights == "most" else DATA)),
         rows="plain" if plain else ",".join(some),
-        weights=weights,
-        via="step" if simulated and rng.random() < 0.5 else via,
+        via="step" if alone else via,
         offset=0 if simulated else int(rng.integers(4)),
         stream=0 if simulated else int(rng.integers(2)),
         order=int(rng.integers(-1, 3)) if simulated else 0,
@@ -205,11 +251,23 @@ def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCas
     )
 
 
+LESSONS: Final = 0.2
+"""The share of cases of an engineered kernel that its lesson multiplies."""
+
+DEEP_SHARE: Final = 0.02
+"""The share of weights with `DEEP` columns."""
+
 SIMULATED_LIMIT: Final = 2**13
 """The most M * N * K of a case in the simulator: about a second."""
 
 GPU_WEIGHTS: Final = 2**21
-"""The most weights, and the most values of A, of a case on a GPU: the host multiplies them, too."""
+"""The most weights of a case on a GPU: the host packs them."""
+
+GPU_VALUES: Final = 2**19
+"""The most values of A: the host draws them and quantizes them, too."""
+
+GPU_OUTPUTS: Final = 2**19
+"""The most values of C, each of which is judged by the host."""
 
 
 def _log(rng: np.random.Generator, low: int, high: int) -> int:

@@ -6,6 +6,7 @@ unchanged. What is compared with what, and the limits, are in `reference.check`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,16 +50,18 @@ def prepare(
     machine: Machine,
     q81: Q81 | None = None,
     dtype: Any = None,
+    packed: Sequence[Any] | None = None,
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
     `q81`: Q8_1 bits to multiply, and not what the machine would make of `a` (A8 only; where a
     token has one scale, those of tokens of one block).
     `a`: float32, float16, or bfloat16 as uint16. `dtype`: of C, one of `step.outputs`,
-    by default the first.
+    by default the first. `packed`: what `step.pack` makes of the blocks, where it is on the machine
+    already.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
-    weights = tuple(machine.array(array) for array in step.pack(blocks))
+    weights = tuple(packed or (machine.array(array) for array in step.pack(blocks)))
     on_machine = machine.array(a)
     activations = step.activations[family](on_machine, machine)
     if q81 is not None and activations.layout not in (None, "inside", "rows"):
@@ -110,15 +113,16 @@ def verify(
     a, blocks = problem.given, problem.blocks
     prepared = prepare(step, family, problem.format, a, blocks, machine, q81, dtype)
     c = multiply(prepared, machine)
-    require_unchanged(prepared, machine, step, a, blocks)
+    require_unchanged(prepared, machine, step, a, step.pack(blocks))
     return check(c, problem, family, operands(prepared, machine))
 
 
 def require_unchanged(
-    prepared: Prepared, machine: Machine, step: Kernel, a: np.ndarray, blocks: np.ndarray
+    prepared: Prepared, machine: Machine, step: Kernel, a: np.ndarray, packed: Sequence[np.ndarray]
 ) -> None:
-    """RuntimeError if a product has changed its weights or its activations."""
-    for array, kept in zip(prepared.weights, step.pack(blocks), strict=True):
+    """RuntimeError if a product has changed its weights or its activations. packed: the weights as
+    they were."""
+    for array, kept in zip(prepared.weights, packed, strict=True):
         if machine.host(array).tobytes() != kept.tobytes():
             raise RuntimeError(f"step {step.number} changed its weights")
     if machine.host(prepared.a).tobytes() != a.tobytes():

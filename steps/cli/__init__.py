@@ -2,10 +2,11 @@
 
 main.py             the parser, and which file has a command
 arguments.py        what a command line asks for: steps, formats, a shape, data, a machine
-run.py              run, ladder, check, fuzz
+run.py              run, ladder, check
 report.py           what these print
 listing.py          list, diff, ptx, sass
 exercises.py        exercise, exercises, and check of a file of one's own
+fuzz.py             fuzz
 pitfalls.py         pitfalls
 trace.py            trace
 bench.py            bench

@@ -16,7 +16,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os import cpu_count
@@ -36,7 +36,8 @@ ALONE: Final = 60.0
 """Seconds that the tests which measure their own time have, after all else has ended."""
 FORMATS: Final = ("q4_0", "q5_1")
 """Of the sanitizer: without and with minima and fifth bits."""
-FUZZERS: Final = 2
+SEED: Final = 0
+"""Of fuzzing."""
 LEFT: Final = 15.0
 """Seconds that a command of the sanitizer takes: with less time none is begun."""
 LATE: Final = "its time was up"
@@ -68,12 +69,12 @@ def gpu_tests(args: Namespace) -> int:
     until, cores = time.monotonic() + args.seconds, cpu_count() or 1
     jobs = max(1, cores // 3)
     tests = [sys.executable, *TESTS, "gpu and not alone", "-n", str(max(1, cores - jobs))]
-    fuzz = this("fuzz", "--seconds", str(max(1, args.seconds * 3 // 5)))
-    fuzzing = [[*fuzz, "--seed", str(seed)] for seed in range(FUZZERS)]
+    seconds, fuzzers = max(1, args.seconds * 3 // 5), max(1, cores // 4)
+    fuzz = this("fuzz", "--jobs", str(fuzzers), "--seconds", str(seconds), "--seed", str(SEED))
     remark(f"tests, sanitizer and fuzzing side by side, {args.seconds:.0f} s at most")
-    with ThreadPoolExecutor(jobs + FUZZERS + 1) as pool:
+    with ThreadPoolExecutor(jobs + 2) as pool:
         suite = pool.submit(_run, tests, until)
-        fuzzed = [pool.submit(_run, one, until) for one in fuzzing]
+        fuzzed = pool.submit(_run, fuzz, until)
         checked = sanitized([*sanitizer_commands(sanitizer)], until, pool.submit)
     alone = _run([sys.executable, *TESTS, "gpu and alone", "-n", "0"], time.monotonic() + ALONE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def gpu_tests(args: Namespace) -> int:
     for name, text, wrong in (
         (
             "gpu-tests.txt",
-            *suite_record(suite.result(), alone, [one.result() for one in fuzzed], env),
+            *suite_record(suite.result(), alone, fuzzed.result(), env),
         ),
         ("sanitizer.txt", *sanitizer_record(checked, env)),
     ):
@@ -140,12 +141,10 @@ def _run(command: Sequence[str], until: float) -> Ended:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def suite_record(
-    suite: Ended, alone: Ended, fuzzed: Iterable[Ended], env: Environment
-) -> tuple[str, int]:
+def suite_record(suite: Ended, alone: Ended, fuzzed: Ended, env: Environment) -> tuple[str, int]:
     """(the file, how much of it was wrong). alone: the tests that ran after all else."""
     lines, wrong = _tests(suite, f"({_where(env)}; beside the sanitizer and fuzzing)")
-    for told, bad in [_tests(alone, "(after all else)"), *map(_fuzzing, fuzzed)]:
+    for told, bad in (_tests(alone, "(after all else)"), _fuzzing(fuzzed)):
         lines += ["", *told]
         wrong += bad
     return "\n".join(lines) + "\n", wrong
@@ -178,11 +177,12 @@ def _why(text: str, test: str) -> list[str]:
 
 
 def _fuzzing(one: Ended) -> tuple[list[str], int]:
-    """(lines, 1 if anything was wrong) of a fuzzer, with all of its wrong cases."""
+    """(lines, 1 if anything was wrong) of fuzzing: how many products of how many kernels, on what
+    time was spent, and all wrong cases."""
     said = [text for text in one.text.splitlines() if text]
     if one.status is None:
         said.append(LATE)
-    told = said[-1:] if one.status == 0 else said
+    told = said[-2:] if one.status == 0 else said
     return [one.line, *(f"    {text}" for text in told)], int(one.status != 0)
 
 

@@ -241,11 +241,12 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
                 "or that at every M up to 128"),
         _path("--out", "the file (default results/<gpu>/run.json)"),
     )),
-    "fuzz": ("run:fuzz", "random products, checked and repeated", (
+    "fuzz": ("fuzz:fuzz", "random products, checked and repeated", (
         STEPS,
         _count("--seconds", "how long (default 60)", default=60),
         _option("--seed", type=_seed, help="of the cases (default: another each time)"),
         _option("--case", metavar="LINE", help="this one alone, as a failure names it"),
+        _count("--jobs", "processes on a GPU (default: three of four cores)"), JSON,
     )),
     "tune": ("tune:tune", "time the steps at many M, by which gemm chooses", (
         STEPS, *DATA, _path("--run", "take the times of this run.json; needs no GPU"),

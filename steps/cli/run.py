@@ -1,4 +1,4 @@
-"""The commands that run steps: `run`, `ladder`, `check` and `fuzz`.
+"""The commands that run steps: `run`, `ladder` and `check`.
 
 First all checks, then the clock, then one table. Without a GPU the simulator checks at small shapes
 and nothing is timed, which the output says.
@@ -6,23 +6,17 @@ and nothing is timed, which the output says.
 
 from __future__ import annotations
 
-import random
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from results.measure import bench as benching
 from results.measure.bench import Wanted
 from results.record.environment import environment, finished
 from results.record.schema import Environment, Peer, Row, Run, in_order
 from results.render import table
-from steps.checks import fuzz as fuzzer
-from steps.checks import fuzz_cases
 from steps.checks.cases import Case, cases
-from steps.checks.fuzz_cases import FuzzCase
 from steps.checks.run import Outcomes, check_works, fatal
 from steps.checks.select import select, with_parents
 from steps.cli import exercises, gguf_weights, report
@@ -41,12 +35,8 @@ from steps.cli.gguf_weights import FileWeights
 from steps.compile.dry_run import Recipe
 from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Family, Size, Step, Work
-from steps.registry import kernel_of
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
-ALIKE: Final = 64
-"""Fuzzed cases of a step, format and dtypes that follow each other on a GPU, which compiles for
-each."""
 
 
 def run(args: Namespace) -> int:
@@ -96,42 +86,6 @@ def _checked_only(
     outcomes = checked(works, machine, simulated, args, weights, quick=quick)
     tell(args, steps, name, outcomes, (), weights, why_not)
     return 0 if outcomes.ok else 1
-
-
-def fuzz(args: Namespace) -> int:
-    """Random products until the time is up, or one that is named; 1 if any is wrong. Each wrong
-    case is told with the line that repeats it."""
-    steps = [kernel_of(step.number) for step in steps_of(args.steps)]
-    name, machine, why_not = machines("auto")
-    cc = None if why_not else machine(0).cc
-    seed = random.randrange(10**6) if args.seed is None else args.seed
-    some: Iterable[FuzzCase] = fuzz_cases.cases(seed, steps, cc, ALIKE if cc else 1)
-    seconds, what = args.seconds, "products"
-    if args.case is not None:
-        some, seconds, what = [FuzzCase.parse(args.case)], 0, "case"
-    count = wrong = 0
-    start = time.monotonic()
-    for case in some:
-        found, lost = _complaints(case, machine)
-        count += 1
-        if found:
-            wrong += 1
-            sentences = "\n  ".join(found)
-            print(f'{case}\n  {sentences}\n  again: make fuzz CASE="{case}"', flush=True)
-        if lost or time.monotonic() - start >= seconds:
-            break
-    took = time.monotonic() - start
-    seeded = "" if args.case is not None else f", SEED={seed}"
-    print(f"{count} {what} on the {name} in {took:.0f} s{seeded}: {wrong or 'none'} wrong")
-    return 1 if wrong else 0
-
-
-def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
-    """(what is wrong with a case, whether the GPU's context is lost, so that no more can run)."""
-    try:
-        return fuzzer.complaints(case, machine(case.order)), False
-    except Exception as error:  # a kernel may fail in any way
-        return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
 
 
 def _formats(args: Namespace, weights: FileWeights | None) -> tuple[str, ...]:

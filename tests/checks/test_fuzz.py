@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -9,19 +10,45 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS
-from reference import Q81, Problem, Tokens, both_tokens, check, same_operands_a8, same_operands_a16
+from reference import (
+    Q81,
+    Bfloats,
+    Halves,
+    Problem,
+    Tokens,
+    both_tokens,
+    bound,
+    check,
+    same_operands_a8,
+    same_operands_a16,
+)
+from reference.product import both
 from steps import ladder
 from steps.checks import fuzz
-from steps.checks.fuzz_cases import FuzzCase, GivenProblem, cases
+from steps.checks.float64 import Products
+from steps.checks.fuzz_cases import (
+    DATA,
+    DEEP,
+    GPU_OUTPUTS,
+    GPU_VALUES,
+    GPU_WEIGHTS,
+    ROWS,
+    SIMULATED_LIMIT,
+    VIA,
+    WEIGHTS,
+    FuzzCase,
+    GivenProblem,
+    cases,
+)
 from steps.checks.select import UsageError
-from steps.checks.verify import multiply, operands, prepare
-from steps.contract import Kernel
+from steps.checks.verify import GUARD, multiply, operands, prepare, result
+from steps.contract import FLOATS, Kernel
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
-from steps.registry import find, kernel_of
+from steps.registry import find, kernel_of, kernels
 
 KERNELS = [kernel_of(step.number) for step in ladder()]
-DRAWN = list(islice(cases(18, KERNELS, None, 1), 12))
+DRAWN = list(islice(cases(18, KERNELS, None), 12))
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"step{case.step:02d}-{case.seed}")
@@ -93,10 +120,55 @@ def test_sums_times_a_scale_of_1e35_may_not_overflow(number: int, family: Any) -
     assert found.worst_bound_ratio <= 1, found.verdict
 
 
-def test_a_line_holds_all_of_a_case() -> None:
-    for cc in (None, (9, 0)):
-        for case in islice(cases(3, KERNELS, cc, 4), 100):
-            assert FuzzCase.parse(str(case)) == case
+@pytest.mark.parametrize("cc", [None, (9, 0)], ids=["simulator", "gpu"])
+def test_a_line_holds_all_of_a_case(cc: Any) -> None:
+    for case in islice(cases(3, KERNELS, cc, 4), 400):
+        assert FuzzCase.parse(str(case)) == case
+
+
+@pytest.mark.parametrize("cc", [None, (9, 0)], ids=["simulator", "gpu"])
+def test_what_is_drawn_stays_in_bounds(cc: Any) -> None:
+    """And is all that can be drawn."""
+    drawn = list(islice(cases(5, KERNELS, cc, 4), 4000))
+    for case in drawn:
+        m, n, k = case.m, case.n, case.k
+        assert min(m, n) >= 1
+        assert k % FORMATS[case.format].elements == 0
+        assert case.kernel.supports(case.format, case.family, cc, case.c) is None
+        assert case.a in inputs(case.kernel, case.family)
+        assert case.as_drawn or case.data != "integer"
+        assert case.via == "step" or not case.lesson
+        if k == DEEP:
+            assert m <= 4
+            assert n <= 8
+            assert cc or case.kernel.accuracy == "fast"
+        elif cc is None:
+            assert m * n * k <= SIMULATED_LIMIT
+            assert (case.offset, case.stream) == (0, 0)
+        else:
+            assert (m <= 600, n <= 5000, k <= 16384) == (True, True, True)
+            assert (n * k <= GPU_WEIGHTS, m * k <= GPU_VALUES) == (True, True)
+            assert m * n <= GPU_OUTPUTS
+    for i in range(0, len(drawn), 4):
+        assert len({(one.w, one.n, one.k, one.data, one.weights) for one in drawn[i : i + 4]}) == 1
+        assert len({one.seed for one in drawn[i : i + 4]}) == 4
+    assert {kind for case in drawn for kind in case.kinds} == set(ROWS)
+    assert {case.step for case in drawn if not case.lesson} == {one.number for one in KERNELS}
+    assert {case.step for case in drawn if case.lesson} == {one.number for one in kernels()}
+    assert {case.via for case in drawn} == set(VIA if cc else VIA[:3])
+    assert {case.data for case in drawn} == set(DATA)
+    assert {case.weights for case in drawn} == set(WEIGHTS)
+    assert {case.format for case in drawn} == {f for one in KERNELS for f in one.formats}
+    assert {case.a for case in drawn} == {case.c for case in drawn} == set(FLOATS)
+    assert any(case.m == 1 for case in drawn)
+    assert any(case.k == DEEP for case in drawn)
+
+
+def test_a_lesson_multiplies_where_it_is_asked_for() -> None:
+    case = FuzzCase(17, "A16", "q4_0", 3, 9, 64, "float16", "float16", lesson=1)
+    assert case.kernel is find(17)
+    assert replace(case, lesson=0).kernel is kernel_of(17) is not find(17)
+    assert not fuzz.complaints(case, Simulator())
 
 
 @pytest.mark.parametrize(
@@ -110,12 +182,19 @@ def test_a_line_holds_all_of_a_case() -> None:
         ("step=1 family=A16 format=q4_0 m=1 n=1 k=33", "K=33 is not a multiple of 32"),
         ("step=1 family=A16 format=q4_0 m=1 n=1 k=32 rows=odd", "rows=odd is none of plain, nan"),
         ("step=1 family=A16 format=q4_0 m=1 n=1 k=32 via=air", "via=air is none of step, gemm"),
+        (
+            "step=9 family=A8 format=q4_0 m=1 n=1 k=32 lesson=1 via=gemm",
+            "via=gemm is none of step",
+        ),
     ],
 )
 def test_a_line_of_no_case_is_refused(line: str, why: str) -> None:
     with pytest.raises(UsageError) as refused:
         FuzzCase.parse(line)
     assert why in str(refused.value)
+
+
+fuzz_multiply = fuzz.multiply
 
 
 def _changed(at: Any, to: float) -> Any:
@@ -129,7 +208,73 @@ def _changed(at: Any, to: float) -> Any:
     return multiply
 
 
-fuzz_multiply = fuzz.multiply
+BY = pytest.mark.parametrize("on_machine", [False, True], ids=["numpy", "machine"])
+"""Who multiplies in float64."""
+
+
+@BY
+@pytest.mark.parametrize(
+    ("family", "a"), [("A16", "float32"), ("A16", "bfloat16"), ("A8", "float32")]
+)
+def test_one_output_a_little_beyond_its_bound_is_found(
+    family: Any, a: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = FuzzCase(17, family, "q4_1", 2, 5, 64, a, rows="ones,plain")
+    weights = fuzz.Weights(case, Simulator(), on_machine)
+    assert not fuzz.complaints(case, Simulator(), weights)
+
+    def multiply(prepared: Any, machine: Any) -> np.ndarray:
+        c = np.array(fuzz_multiply(prepared, machine))
+        used, given = operands(prepared, machine), case.problem().a
+        same, size = both(given if used is None else used, weights.blocks)
+        kind = {Halves: "f16_weights", Bfloats: "bf16_weights"}.get(type(used), "f32")
+        c[0, 3] = same[0, 3] + 1.01 * bound(family, case.k, size, kind)[0, 3]
+        return c
+
+    monkeypatch.setattr(fuzz, "multiply", multiply)
+    found = " ".join(fuzz.complaints(case, Simulator(), weights))
+    assert "ones rows are wrong: 1 of 5 outputs exceed the rounding bound" in found
+    assert "the worst by 1.0" in found
+
+
+def _spoiled(what: str) -> Any:
+    """`multiply`, with memory that a kernel must not touch."""
+
+    def multiply(prepared: Any, machine: Any) -> np.ndarray:
+        fuzz_multiply(prepared, machine)
+        array = {"weights": prepared.weights[0], "activations": prepared.a}.get(what)
+        if array is None:
+            prepared.guarded[GUARD - 1 if what == "before" else -GUARD] = 1
+        else:
+            array.reshape(-1).view(np.uint8)[-1] ^= 1
+        return result(prepared, machine)
+
+    return multiply
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("before", "RuntimeError: the kernel wrote outside C, 1 before its 10 floats"),
+        ("after", "RuntimeError: the kernel wrote outside C, 0 after its 10 floats"),
+        ("weights", "RuntimeError: step 1 changed its weights"),
+        ("activations", "RuntimeError: step 1 changed its activations"),
+    ],
+)
+def test_memory_that_must_not_change_is_watched(
+    what: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = FuzzCase(1, "A16", "q4_0", 2, 5, 32)
+    monkeypatch.setattr(fuzz, "multiply", _spoiled(what))
+    assert fuzz.judged(case, Simulator(), fuzz.Weights(case, Simulator())) == ([says], False)
+
+
+@pytest.mark.parametrize("via", ["step", "gemm", "plan"])
+def test_cases_that_share_weights_are_judged_as_alone(via: str) -> None:
+    case = FuzzCase(16, "A8", "q5_0", 3, 9, 64, rows="nan,plain,large", via=via)
+    weights = fuzz.Weights(case, Simulator())
+    for one in (case, replace(case, m=1, seed=4), replace(case, rows="inf", m=2)):
+        assert not fuzz.complaints(one, Simulator(), weights)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +288,26 @@ fuzz_multiply = fuzz.multiply
         ("zeros,plain", (0, 3), 1.0, "zeros rows are wrong"),
     ],
 )
+@BY
 def test_wrong_rows_are_found(
-    rows: str, at: Any, to: float, says: str, monkeypatch: pytest.MonkeyPatch
+    rows: str, at: Any, to: float, says: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = FuzzCase(1, "A16", "q4_0", 2, 5, 32, rows=rows)
-    assert not fuzz.complaints(case, Simulator())
+    weights = fuzz.Weights(case, Simulator(), on_machine)
+    assert not fuzz.complaints(case, Simulator(), weights)
     monkeypatch.setattr(fuzz, "multiply", _changed(at, to))
-    assert says in " ".join(fuzz.complaints(case, Simulator()))
+    assert says in " ".join(fuzz.complaints(case, Simulator(), weights))
+
+
+def test_other_bits_of_a_second_launch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter((0.0, 1e-7))
+
+    def multiply(prepared: Any, machine: Any) -> np.ndarray:
+        return np.array(fuzz_multiply(prepared, machine)) * np.float32(1 + next(made))
+
+    monkeypatch.setattr(fuzz, "multiply", multiply)
+    found = fuzz.complaints(FuzzCase(1, "A16", "q4_0", 2, 5, 32), Simulator())
+    assert found == ["via step C has other bits, the first at (0, 0)"]
 
 
 def test_other_bits_of_a_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +316,23 @@ def test_other_bits_of_a_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == ["via gemm C has other bits, the first at (0, 0)"]
 
 
+def _far_off(case: FuzzCase, step: Kernel, blocks: np.ndarray, given: Any, c: Any) -> list[str]:
+    """What `fuzz` says of outputs [1, N] of a row by which a case begins."""
+    products, rows = Products(blocks), np.array([0])
+    return fuzz._far_off(
+        case, step, products, given.astype(np.float64), c, products.answers(None, given), rows
+    )
+
+
 def test_operands_that_are_far_off_are_found() -> None:
     """Scales that rounded A away: the product of what the kernel was given is right."""
     case = FuzzCase(3, "A8", "q4_0", 2, 5, 32, rows="small,plain")
     problem = case.problem()
-    x = problem.a[:1].astype(np.float64)
-    wanted = fuzz.same_operands_a16(x, problem.blocks)
-    rows = np.array([0])
+    a = problem.a[:1]
+    wanted = same_operands_a16(a, problem.blocks)
     step = find(5)
-    assert not fuzz._far_off(case, step, problem.blocks, x, wanted * 1.001, wanted, rows)
-    (found,) = fuzz._far_off(case, step, problem.blocks, x, wanted * 0, wanted, rows)
+    assert not _far_off(case, step, problem.blocks, a, wanted * 1.001)
+    (found,) = _far_off(case, step, problem.blocks, a, wanted * 0)
     assert found.startswith("row 0 (small) is off by ")
 
 
@@ -183,17 +348,14 @@ def test_what_ought_to_be_refused_is_found_where_it_is_not(monkeypatch: Any) -> 
 def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
     """An int8 step follows the largest value of a token."""
     problem = Problem(1, 64, 16384, "q4_0", "normal", 3)
-    x = problem.a.astype(np.float64)
-    x[0, 5] = 150  # rounding the others comes to 5 % of the energy of all
-    given = x.astype(np.float32)
-    wanted = same_operands_a16(given.astype(np.float64), problem.blocks)
+    given = problem.a.copy()
+    given[0, 5] = 150  # rounding the others comes to 5 % of the energy of all
+    wanted = same_operands_a16(given, problem.blocks)
     c = both_tokens(Tokens.of_values(given), problem.blocks)[0]
     case = FuzzCase(15, "A8", "q4_0", 1, 64, 16384)
-    rest = problem.blocks, given.astype(np.float64), c, wanted, np.array([0])
-    assert not fuzz._far_off(case, kernel_of(15), *rest)
-    energy = float(np.mean(wanted**2)) ** 0.5
-    far = (*rest[:2], c + 0.3 * energy, *rest[3:])
-    assert "row 0 (plain) is off by" in fuzz._far_off(case, kernel_of(15), *far)[0]
+    assert not _far_off(case, kernel_of(15), problem.blocks, given, c)
+    far = c + 0.3 * float(np.mean(wanted**2)) ** 0.5
+    assert "row 0 (plain) is off by" in _far_off(case, kernel_of(15), problem.blocks, given, far)[0]
 
 
 def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:
@@ -201,11 +363,10 @@ def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:
     case = FuzzCase(2, "A8", "q4_1", 1, 64, 6176, rows="ones")
     blocks = Problem(1, 64, 6176, "q4_1", "normal", 5).blocks
     given = np.full((1, 6176), -0.37, np.float32)
-    x, step, rows = given.astype(np.float64), find(2), np.array([0])
-    wanted = same_operands_a16(x, blocks)
+    step, wanted = find(2), same_operands_a16(given, blocks)
     c = same_operands_a8(Q81.of_blocks(FORMATS["q8_1"].quantize(given)), blocks)
-    assert not fuzz._far_off(case, step, blocks, x, c, wanted, rows)
+    assert not _far_off(case, step, blocks, given, c)
     plain = FuzzCase(2, "A8", "q4_1", 1, 64, 6176)
-    assert fuzz._far_off(plain, step, blocks, x, c, wanted, rows), "and such rows alone"
-    (found,) = fuzz._far_off(case, step, blocks, x, c + 4 * (c - wanted), wanted, rows)
+    assert _far_off(plain, step, blocks, given, c), "and such rows alone"
+    (found,) = _far_off(case, step, blocks, given, c + 4 * (c - wanted))
     assert found.startswith("row 0 (ones) is off by ")

@@ -36,7 +36,7 @@ def test_a_changed_operand_is_found() -> None:
     machine, step = Simulator(), find(1)
     prepared = prepare(step, "A16", "q4_0", PROBLEM.a, PROBLEM.blocks, machine)
     multiply(prepared, machine)
-    operands = machine, step, PROBLEM.a, PROBLEM.blocks
+    operands = machine, step, PROBLEM.a, step.pack(PROBLEM.blocks)
     require_unchanged(prepared, *operands)
     for array, what in ((prepared.weights[0], "weights"), (prepared.a, "activations")):
         byte = array.reshape(-1).view(np.uint8)[-1:]

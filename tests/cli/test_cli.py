@@ -137,7 +137,7 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
     told = capsys.readouterr().out
     assert re.fullmatch(r"\d+ products on the simulator in \d+ s, SEED=3: none wrong\n", told)
     line = "step=1 family=A16 format=q4_0 m=2 n=5 k=32"
-    monkeypatch.setattr(fuzz, "complaints", lambda case, machine: ["all of it is wrong"])
+    monkeypatch.setattr(fuzz, "complaints", lambda *_: ["all of it is wrong"])
     assert cli.main(["fuzz", "--case", line]) == 1
     told = capsys.readouterr().out
     assert "1 case on the simulator" in told

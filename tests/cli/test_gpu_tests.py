@@ -52,12 +52,8 @@ def ended(text: str, status: int | None, *command: str) -> Ended:
 def test_the_suite_is_told_by_file_with_what_failed() -> None:
     suite = ended(SUITE, 1, "-m", "pytest", "-m", "gpu")
     alone = ended(ALONE, 0, "-m", "pytest")
-    fuzzed = [
-        ended("9 products on the H9: none wrong\n", 0, "-m", "steps", "fuzz"),
-        ended("", None, "-m", "steps", "fuzz", "--seed", "1"),
-        ended("step=1\n  off by 2\n7 products: 1 wrong\n", 1, "fuzz", "--seed", "2"),
-    ]
-    text, wrong = suite_record(suite, alone, fuzzed, ENV)
+    said = "3 processes: judging 60%\n9 products of 2 kernels on the H9: none wrong\n"
+    text, wrong = suite_record(suite, alone, ended(said, 0, "-m", "steps", "fuzz"), ENV)
     assert text.splitlines() == [
         "$ python3 -m pytest -m gpu    (H9, commit 0123abcd; beside the sanitizer and fuzzing)",
         "   2  tests/a/test_b.py",
@@ -72,17 +68,22 @@ def test_the_suite_is_told_by_file_with_what_failed() -> None:
         "===== 1 passed in 1.00s =====",
         "",
         "$ python3 -m steps fuzz",
-        "    9 products on the H9: none wrong",
-        "",
-        "$ python3 -m steps fuzz --seed 1",
-        "    its time was up",
-        "",
-        "$ python3 fuzz --seed 2",
-        "    step=1",
-        "      off by 2",
-        "    7 products: 1 wrong",
+        "    3 processes: judging 60%",
+        "    9 products of 2 kernels on the H9: none wrong",
     ]
-    assert wrong == 3
+    assert wrong == 1
+
+
+def test_fuzzing_that_is_late_or_finds_something_is_wrong() -> None:
+    good = ended(ALONE, 0, "-m", "pytest")
+    text, wrong = suite_record(good, good, ended("", None, "-m", "steps", "fuzz"), ENV)
+    assert text.splitlines()[-2:] == ["$ python3 -m steps fuzz", "    its time was up"]
+    assert wrong == 1
+    bad = ended("step=1\n  off by 2\n\nfour shares\n7 products: 1 wrong\n", 1, "fuzz")
+    text, wrong = suite_record(good, good, bad, ENV)
+    told = ["    step=1", "      off by 2", "    four shares", "    7 products: 1 wrong"]
+    assert text.splitlines()[-5:] == ["$ python3 fuzz", *told]
+    assert wrong == 1
 
 
 @pytest.mark.parametrize(
@@ -90,11 +91,12 @@ def test_the_suite_is_told_by_file_with_what_failed() -> None:
 )
 def test_a_suite_that_did_not_end_well_is_wrong(status: int | None, last: str) -> None:
     bad, good = ended("[gw0] PASSED tests/a/test_b.py::test_one", status), ended(ALONE, 0)
-    text, wrong = suite_record(bad, good, [], ENV)
+    fuzzed = ended("9 products", 0, "fuzz")
+    text, wrong = suite_record(bad, good, fuzzed, ENV)
     assert last in text.splitlines()
     assert wrong == 1
-    text, wrong = suite_record(good, bad, [], ENV)
-    assert text.splitlines()[-1] == last
+    text, wrong = suite_record(good, bad, fuzzed, ENV)
+    assert text.splitlines()[-4] == last
     assert wrong == 1
 
 
@@ -152,7 +154,7 @@ def test_all_of_it_runs_and_is_written(
     checks = [command for command in ran if "check" in command]
     each = len(gpu_tests.SANITIZERS) * len(gpu_tests.FORMATS)
     assert len(checks) == (len(steps) + len(kernels)) * each
-    assert len(ran) == len(checks) + 2 + gpu_tests.FUZZERS
+    assert len(ran) == len(checks) + 3
     assert ran[-1][-3:] == ["gpu and alone", "-n", "0"]
     assert {command[-3] for command in ran if "fuzz" in command} == {"60"}
     assert (out / "gpu-tests.txt").read_text().count("3 passed") == 2

@@ -182,7 +182,7 @@ def attempt(step: Step, subject: Subject, path: Path) -> Trial:
             out = prepared.out.view(f"u{size}")
             out[...] = UNWRITTEN[size]
             multiply(prepared, machine)
-            require_unchanged(prepared, machine, step, problem.given, problem.blocks)
+            require_unchanged(prepared, machine, step, problem.given, step.pack(problem.blocks))
     except Exception as error:  # whatever a beginner's kernel or launch does
         return Trial(subject, fault_of(error, path))
     used = operands(prepared, machine)

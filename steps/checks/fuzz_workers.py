@@ -1,0 +1,290 @@
+"""Fuzzing on a GPU by several processes: hundreds of products for each kernel that is compiled.
+
+A kernel takes seconds to compile and a product milliseconds. So each process compiles for at most
+half of its time, and then draws cases of the works that it has kernels for. Kernels that the cache
+has cost nothing. Weights are shared by `SHARED` cases, and float64 products are the GPU's. A case
+that is wrong so is judged again by itself, by NumPy.
+
+A process that ends before its time, or does not end at all, is told with the case that it was at.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from multiprocessing import connection, get_context
+from time import monotonic
+from typing import Any, Final
+
+import numpy as np
+
+from steps.checks import fuzz
+from steps.checks.fuzz import Spent, Weights
+from steps.checks.fuzz_cases import FuzzCase, drawn_work, require_work, sharing
+from steps.compile import kernel_cache
+from steps.compile.compiler import architecture, compiled, signature_of
+from steps.product.choice import Choice, Request
+from steps.registry import kernel_of
+
+SHARED: Final = 32
+"""Cases with the same weights."""
+
+COMPILING: Final = 0.5
+"""The most of its time that a process compiles."""
+
+LAST: Final = 15.0
+"""Seconds before the end, from when on nothing is compiled."""
+
+TOLD: Final = 0.5
+"""Seconds after which a process says how many products there were since."""
+
+LATE: Final = 60.0
+"""Seconds after the end, after which a process that still runs is stopped."""
+
+LONGEST: Final = 1000
+"""Bytes of the line of a case."""
+
+Tell = Callable[[str, list[str]], None]
+
+
+@dataclass(slots=True)
+class Totals:
+    """products: how many were multiplied; kernels: digests of the code that did; spent: seconds of
+    all processes, by what they did; wrong: cases that were."""
+
+    products: int = 0
+    kernels: set[str] = field(default_factory=set)
+    spent: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+
+
+def fuzz_on_gpu(
+    numbers: Sequence[int],
+    seed: int,
+    seconds: float,
+    processes: int,
+    cc: tuple[int, int],
+    tell: Tell,
+    report: Callable[[Totals], None] = lambda _: None,
+) -> Totals:
+    """Random products of some steps, by number. tell: is called with the line of a wrong case and
+    what is wrong. report: with what there is so far, twice a second."""
+    require_work([kernel_of(number) for number in numbers], cc)
+    until = monotonic() + seconds
+    return supervised(_work, (tuple(numbers), seed, until), processes, until + LATE, tell, report)
+
+
+def supervised(
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+    processes: int,
+    latest: float,
+    tell: Tell,
+    report: Callable[[Totals], None],
+) -> Totals:
+    """Processes that run work(index, line, pipe, *arguments) each. line: shared bytes, where each
+    writes what it is at; pipe: takes ("wrong", line, sentences), ("sum", products, kernels, spent)
+    and at last ("end",)."""
+    totals, spawn = Totals(), get_context("spawn")  # a process with a CUDA context cannot be forked
+    running: dict[Any, tuple[Any, Any]] = {}
+
+    def found(line: str, sentences: list[str]) -> None:
+        totals.wrong += 1
+        tell(line, sentences)
+
+    def hear(pipe: Any) -> None:
+        process, line = running[pipe]
+        try:
+            kind, *told = pipe.recv()
+        except (EOFError, OSError):
+            process.join(LATE)
+            found(line.value.decode(), [f"a process {_ended(process.exitcode)} at this case"])
+            del running[pipe]
+            return
+        if kind == "wrong":
+            found(*told)
+        elif kind == "sum":
+            products, kernels, spent = told
+            totals.products += products
+            totals.kernels |= kernels
+            totals.spent.update(spent)
+        else:
+            del running[pipe]
+
+    every = []
+    try:
+        with _one_thread_each():
+            for index in range(processes):
+                line = spawn.RawArray("c", LONGEST)
+                line.value = b"(before its first case)"
+                pipe, end = spawn.Pipe(duplex=False)
+                one = spawn.Process(target=work, args=(index, line, end, *arguments), daemon=True)
+                one.start()
+                end.close()  # so that the pipe ends with the process
+                running[pipe] = one, line
+                every.append(one)
+        while running:
+            for ready in connection.wait(list(running), TOLD):
+                hear(ready)
+            report(totals)
+            if running and monotonic() > latest:
+                for _, line in running.values():
+                    found(line.value.decode(), [f"a process is still at this {LATE:.0f} s later"])
+                break
+    finally:
+        for one in every:
+            if one.is_alive():
+                one.kill()
+        for one in every:
+            one.join()
+    return totals
+
+
+def _ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with exit status {code}"
+    return f"was ended by {signal.Signals(-code).name}"
+
+
+class _one_thread_each:
+    """Processes started meanwhile multiply in NumPy with a thread each: there is one for a core."""
+
+    NAMES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+
+    def __enter__(self) -> None:
+        self._lacking = [name for name in self.NAMES if name not in os.environ]
+        os.environ.update(dict.fromkeys(self._lacking, "1"))
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._lacking:
+            del os.environ[name]
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+def _work(
+    index: int, line: Any, pipe: Any, numbers: tuple[int, ...], seed: int, until: float
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    from steps.driver.machines import Gpu
+
+    worker = Worker(Gpu(), numbers, [seed, index], until, line, pipe.send)
+    try:
+        worker.run()
+    except BaseException as error:
+        said = traceback.format_exception_only(error)[-1].strip()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        pipe.send(("wrong", worker.at, [f"{said} ({where.filename}:{where.lineno})"]))
+    worker.tell_sum()
+    pipe.send(("end",))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # a context that is lost may not survive an orderly end
+
+
+class Worker:
+    """Draws cases and multiplies them, until the time is up or the GPU's context is lost."""
+
+    def __init__(
+        self,
+        machine: Any,
+        numbers: Sequence[int],
+        seed: Sequence[int],
+        until: float,
+        line: Any,
+        send: Callable[[tuple[Any, ...]], None],
+    ) -> None:
+        self._machine, self._until, self._line, self._send = machine, until, line, send
+        self._kernels = [kernel_of(number) for number in numbers]
+        self._rng = np.random.default_rng(list(seed))
+        self._spent, self._told, self._begin = Spent(), monotonic(), monotonic()
+        self._compiled = 0.0
+        self._known: dict[tuple[Any, Any], str] = {}
+        self._missing: set[tuple[Any, Any]] = set()
+        self._new: set[str] = set()
+        self._open: list[FuzzCase] = []
+        self._count, self.at, self._lost = 0, "", False
+
+    def run(self) -> None:
+        while not self._is_over():
+            with self._spent.on("drawing"):
+                work = self._next_work()
+                some = sharing(self._rng, work, self._machine.cc is None, SHARED)
+                weights = Weights(some[0], self._machine, on_machine=True)
+            for case in some:
+                self.at = str(case)
+                self._line.value = self.at.encode()[: LONGEST - 1]
+                if self._is_over():
+                    break
+                if self._can_run(case, work) and not self._is_right(case, weights):
+                    weights = Weights(case, self._machine, on_machine=True)  # may be changed
+                if monotonic() - self._told > TOLD:
+                    self.tell_sum()
+
+    def tell_sum(self) -> None:
+        """Say what came since the last time."""
+        self._send(("sum", self._count, self._new, dict(self._spent)))
+        self._count, self._new, self._told = 0, set(), monotonic()
+        self._spent.clear()
+
+    def _is_over(self) -> bool:
+        return self._lost or monotonic() >= self._until
+
+    def _may_compile(self) -> bool:
+        now = monotonic()
+        return self._compiled <= COMPILING * (now - self._begin) and now < self._until - LAST
+
+    def _next_work(self) -> FuzzCase:
+        if self._open and not self._may_compile():
+            return self._open[int(self._rng.integers(len(self._open)))]
+        return drawn_work(self._rng, self._kernels, self._machine.cc)
+
+    def _can_run(self, case: FuzzCase, work: FuzzCase) -> bool:
+        """Whether there are kernels for a case: known, kept on disk, or compiled now. At the first
+        case of a work they are."""
+        if self._machine.cc is None:
+            return True
+        with self._spent.on("drawing"):
+            request = Request(case.format, case.m, case.n, case.k, case.a, case.c, step=case.step)
+            launches = Choice.of(case.kernel, case.family, request).launches()
+            keys = [(one.kernel, signature_of(one.args)) for one in launches]
+            arch = architecture(self._machine.cc)
+            for key in keys:
+                if key in self._known or key in self._missing:
+                    continue
+                if code := kernel_cache.find(*key, arch):
+                    self._know(key, code)
+                else:  # asking takes long where the answer is no
+                    self._missing.add(key)
+        missing = [key for key in keys if key not in self._known]
+        if missing and self._open and not self._may_compile():
+            return False
+        for key in missing:
+            start = monotonic()
+            with self._spent.on("compiling"):
+                self._know(key, compiled(*key, arch))
+            self._compiled += monotonic() - start
+        if work not in self._open:
+            self._open.append(work)
+        return True
+
+    def _know(self, key: tuple[Any, Any], code: Any) -> None:
+        self._known[key] = digest = blake2b(code.cubin, digest_size=8).hexdigest()
+        self._new.add(digest)
+
+    def _is_right(self, case: FuzzCase, weights: Weights) -> bool:
+        self._count += 1
+        found, self._lost = fuzz.judged(case, self._machine, weights, self._spent)
+        if found and not self._lost:
+            again, self._lost = fuzz.judged(case, self._machine)
+            found = again or [*found, "(judged again, by NumPy and by itself, it is right)"]
+        if found:
+            self._send(("wrong", str(case), found))
+        return not found

@@ -1,0 +1,113 @@
+"""The command `fuzz`: random products until the time is up, or one that is named.
+
+On a GPU several processes multiply (`steps.checks.fuzz_workers`), in the simulator this one. Each
+wrong case is told with the line that repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from results.render import table
+from steps.checks import fuzz as fuzzer
+from steps.checks import fuzz_cases
+from steps.checks.fuzz_cases import FuzzCase
+from steps.checks.fuzz_workers import Tell, Totals, fuzz_on_gpu
+from steps.cli.arguments import MachineOf, machines, steps_of
+from steps.registry import kernel_of
+
+MOST: Final = 50
+"""Wrong cases that are printed; of more only their number is told."""
+
+
+def fuzz(args: Namespace) -> int:
+    """1 if any product is wrong."""
+    numbers = [step.number for step in steps_of(args.steps)]
+    name, machine, why_not = machines("auto")
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    wrong: list[tuple[str, list[str]]] = []
+    cc = None if why_not else machine(0).cc
+    jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
+    many = cc is not None and args.case is None
+    start = time.monotonic()
+    with _telling(args, wrong) as (tell, progress):
+
+        def report(totals: Totals) -> None:
+            found = f"{totals.wrong or 'none'} wrong"
+            what = f"s: {totals.products} products of {len(totals.kernels)} kernels, {found}"
+            progress(what, min(args.seconds, round(time.monotonic() - start)))
+
+        if cc is None or args.case is not None:
+            one = None if args.case is None else FuzzCase.parse(args.case)
+            totals = _here(numbers, seed, args.seconds, machine, one, cc, tell)
+        else:
+            totals = fuzz_on_gpu(numbers, seed, args.seconds, jobs, cc, tell, report)
+    took = time.monotonic() - start
+    if args.json:
+        facts = {"machine": name, "products": totals.products, "seconds": round(took, 1)}
+        facts |= {"seed": seed, "wrong": totals.wrong, "processes": jobs if many else 1}
+        facts |= {"kernels": len(totals.kernels), "spent": dict(totals.spent)}
+        print(json.dumps({**facts, "cases": dict(wrong)}, indent=1))
+        return 1 if totals.wrong else 0
+    if totals.wrong > MOST:
+        print(f"... and {totals.wrong - MOST} more")
+    of = ""
+    if many:
+        whole = sum(totals.spent.values()) or 1.0
+        shares = ", ".join(f"{what} {s / whole:.0%}" for what, s in totals.spent.most_common())
+        print(f"{jobs} processes: {shares}")
+        of = f" of {len(totals.kernels)} kernels"
+    what = "products" if args.case is None else "case"
+    seeded = "" if args.case is not None else f", SEED={seed}"
+    print(
+        f"{totals.products} {what}{of} on the {name} in {took:.0f} s{seeded}: "
+        f"{totals.wrong or 'none'} wrong"
+    )
+    return 1 if totals.wrong else 0
+
+
+@contextmanager
+def _telling(
+    args: Namespace, wrong: list[tuple[str, list[str]]]
+) -> Iterator[tuple[Tell, table.Progress]]:
+    """(what prints a wrong case and keeps it, a line of progress)"""
+    with table.progress(args.seconds) as progress:
+
+        def tell(line: str, sentences: list[str]) -> None:
+            wrong.append((line, sentences))
+            if len(wrong) <= MOST and not args.json:
+                progress.clear()
+                said = "\n  ".join(sentences)
+                print(f'{line}\n  {said}\n  again: make fuzz CASE="{line}"', flush=True)
+
+        yield tell, progress
+
+
+def _here(
+    numbers: list[int],
+    seed: int,
+    seconds: float,
+    machine: MachineOf,
+    one: FuzzCase | None,
+    cc: tuple[int, int] | None,
+    tell: Tell,
+) -> Totals:
+    """The case that is named, or cases in the simulator, by this process."""
+    totals, start = Totals(), time.monotonic()
+    kernels = [kernel_of(number) for number in numbers]
+    for case in [one] if one else fuzz_cases.cases(seed, kernels, cc):
+        found, lost = fuzzer.judged(case, machine(case.order))
+        totals.products += 1
+        if found:
+            totals.wrong += 1
+            tell(str(case), found)
+        if lost or time.monotonic() - start >= seconds:
+            break
+    return totals

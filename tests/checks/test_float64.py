@@ -1,0 +1,62 @@
+"""The float64 products of a machine against those of NumPy: the fuzzer's judge, judged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS
+from reference import Q81, Bfloats, Halves, Problem, Tokens
+from reference.bfloat16 import rounded_to_bfloat16
+from steps.checks.float64 import Answers, MachineProducts, Products, float64_product, product_launch
+from steps.compile.compiler import compile_kernel, signature_of
+from steps.driver.machines import Gpu, Simulator
+
+KINDS = (None, Halves, Bfloats, Q81, Tokens)
+
+
+def _operands(kind: type | None, a: np.ndarray) -> tuple:
+    if kind is None:
+        return None, a
+    if kind is Bfloats:
+        a = rounded_to_bfloat16(a)
+    return kind.of_values(a), a
+
+
+def _same(found: Answers, right: Answers, k: int) -> None:
+    for name, one, other in zip(Answers._fields, found, right, strict=True):
+        assert one.dtype == np.float64
+        scale = right.energy if name == "energy" else np.maximum(right.size, right.most)
+        assert (np.abs(one - other) <= 2 * k * 2.0**-53 * scale).all(), name
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", "float32"))
+def test_a_machine_multiplies_as_numpy_does(kind: type | None, name: str) -> None:
+    k = FORMATS[name].elements
+    problem = Problem(3, 18, k, name, seed=5)
+    used, a = _operands(kind, problem.a)
+    found = MachineProducts(problem.blocks, Simulator()).answers(used, a)
+    right = Products(problem.blocks).answers(used, a)
+    _same(found, right, k)
+    assert (found.size > 0).all()
+    assert np.allclose(
+        found.energy, a.astype(float) ** 2 @ problem.w.astype(float).T ** 2, rtol=0.5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_1", "q4_k"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", "float32"))
+def test_a_gpu_multiplies_as_numpy_does(kind: type | None, name: str) -> None:
+    problem = Problem(45, 130, 2048, name, seed=6)
+    used, a = _operands(kind, problem.a)
+    found = MachineProducts(problem.blocks, Gpu()).answers(used, a)
+    _same(found, Products(problem.blocks).answers(used, a), 2048)
+
+
+def test_it_compiles_for_a_gpu() -> None:
+    x, w, out = (np.zeros((2, 2)) for _ in range(3))
+    launch = product_launch(x, w, out, 0)
+    code = compile_kernel(float64_product, signature_of(launch.args), "sm_90a")
+    assert b"float64_product" in code.cubin
