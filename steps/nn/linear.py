@@ -10,11 +10,14 @@
 torch is an extra of this project; in `steps` only this room imports it. A layer may be shared by
 several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (`steps.nn.shard`).
 
-Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
-memory, wherever the layer is. A GPU holds the packed weights that kernels read. They are made on
-the host, on all cores, when the layer is moved there, and have the size of the blocks, N and K
-rounded up to 128; with `accuracy="fast"` there is a second packing. So a layer in q4_0
-takes 4.5 bits per weight on a GPU, 9 where it is fast.
+State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says of which
+format and version they are, as several formats have blocks of one size: "q4_0, version 1", uint8,
+so that safetensors can hold it. A layer refuses blocks of another format, and those without it.
+
+Memory. Blocks stay in host memory, wherever the layer is. A GPU holds the packed weights that
+kernels read. They are made on the host, on all cores, when the layer is moved there, and have the
+size of the blocks, N and K rounded up to 128; with `accuracy="fast"` there is a second packing. So
+a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is fast.
 
 Products. On a GPU the layer selects the kernel from M at each call, as `steps.gemm` does
 (`steps.nn.operator`). The launches of the 512 products used last are kept, for all layers together.
@@ -48,6 +51,9 @@ if not TYPE_CHECKING:
 
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
+VERSION: Final = 1
+"""Of what a state dict holds."""
+
 KINDS: Final = ("weights", "fast")
 """Names of buffers: the packing that exact kernels read, and that of fast ones."""
 
@@ -429,6 +435,16 @@ class QuantLinear(nn.Module):
             self.blocks = same if same.dtype == torch.uint8 else self.blocks
         return self
 
+    def get_extra_state(self) -> Tensor:
+        """The format and version of the blocks, as a state dict holds them: "q4_0, version 1" in
+        ASCII, uint8."""
+        return torch.tensor(list(_said(self.format).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises ValueError for blocks of another format or version."""
+        if (why := _refused(state, self.format)) is not None:
+            raise ValueError(why)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.sharding is not None:
@@ -446,7 +462,20 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Blocks whose scales are not finite are an error of `load_state_dict`, and not loaded."""
+        """Blocks of another format, or whose scales are not finite, are an error of
+        `load_state_dict`, and not loaded."""
+        if prefix + BLOCKS in state_dict:
+            key = f"{prefix}_extra_state"
+            if key not in state_dict:
+                error_msgs.append(
+                    f"{prefix}{BLOCKS} are of a file that does not say their format, as older ones "
+                    f"did not: where they are {self.format}, set state_dict[{key!r}] = "
+                    "layer.get_extra_state()"
+                )
+                return
+            if (why := _refused(state_dict[key], self.format)) is not None:
+                error_msgs.append(f"{prefix}{BLOCKS}: {why}")
+                return
         here = self.device
         if (shard := self.sharding) is not None:
             row = self.blocks.shape[1] * shard.k // self.in_features
@@ -480,6 +509,23 @@ class QuantLinear(nn.Module):
         )
         if self.packings:
             self._move(here)
+
+
+def _said(format_name: str) -> str:
+    """What a state dict says about blocks."""
+    return f"{format_name}, version {VERSION}"
+
+
+def _refused(state: Any, format_name: str) -> str | None:
+    """Why a layer cannot load blocks with this extra state; None where it can."""
+    if torch.is_tensor(state) and state.is_meta:  # says nothing, as the blocks have no values
+        return None
+    told = repr(state)
+    if torch.is_tensor(state) and state.dtype == torch.uint8:
+        told = bytes(state.flatten().tolist()).decode("ascii", "backslashreplace")
+    if told == (wanted := _said(format_name)):
+        return None
+    return f"the state holds {told}, and the layer takes {wanted}: make one of that format"
 
 
 def _kernel_format(name: str) -> Any:

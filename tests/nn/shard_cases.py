@@ -184,7 +184,7 @@ def case_state_dicts_are_whole() -> None:
             columns = share(k, fmt.elements) if kind == "row" else range(k)
             right = dequantize(blocks)[rows][:, columns.start : columns.stop]
             assert torch.equal(empty.weight, torch.from_numpy(right))
-            share_of = {"blocks": layer.blocks, "bias": layer.bias}
+            share_of = {**layer.state_dict(), "blocks": layer.blocks, "bias": layer.bias}
             with pytest.raises(RuntimeError, match=r"blocks has shape .* the whole layer has"):
                 empty.load_state_dict(share_of)
 
@@ -192,7 +192,7 @@ def case_state_dicts_are_whole() -> None:
 def case_bad_scales_are_refused_by_the_rank_that_has_them() -> None:
     blocks = blocks_of()
     layer = QuantLinear.from_blocks(blocks).shard(None, "column")
-    given = {"blocks": QuantLinear.from_blocks(blocks).blocks.clone()}
+    given = QuantLinear.from_blocks(blocks.copy()).state_dict()
     given["blocks"][0, :2] = 255  # the first row's first scale is a NaN
     if rank() == 0:
         with pytest.raises(RuntimeError, match="blocks: "):

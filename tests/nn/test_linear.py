@@ -236,14 +236,14 @@ def test_it_is_shown_as_a_linear_with_its_format() -> None:
 def test_state_dicts_go_round() -> None:
     layer = QuantLinear.from_blocks(blocks_of(), tensor(N))
     state = layer.state_dict()
-    assert sorted(state) == ["bias", "blocks"]
+    assert sorted(state) == ["_extra_state", "bias", "blocks"]
     fresh = QuantLinear(K, N)
     assert not fresh.dequantize().any()
     fresh.load_state_dict(state)
     x = tensor(3, K)
     assert torch.equal(fresh(x), layer(x))
     with pytest.raises(RuntimeError, match="size mismatch for blocks"):
-        QuantLinear(K, N, format="q4_1").load_state_dict(state)
+        QuantLinear(K, N + 1).load_state_dict(state)
     with torch.device("meta"):
         empty = QuantLinear(K, N)
     assert empty.blocks.is_meta
@@ -255,8 +255,8 @@ def test_state_dicts_go_round() -> None:
 def test_a_state_dict_with_scales_that_are_not_finite_is_refused() -> None:
     good, bad = QuantLinear.from_blocks(blocks_of()), blocks_of()
     bad["d"][5, 2] = np.nan
-    state = {"0.blocks": torch.from_numpy(bad.view(np.uint8).copy())}
     model = nn.Sequential(good)
+    state = {**model.state_dict(), "0.blocks": torch.from_numpy(bad.view(np.uint8).copy())}
     before = good.blocks.clone()
     said = r"0\.blocks: w has d = nan in block 2 of row 5: it must be finite"
     for assign in (False, True):
@@ -264,8 +264,52 @@ def test_a_state_dict_with_scales_that_are_not_finite_is_refused() -> None:
             model.load_state_dict(state, assign=assign)
         assert torch.equal(good.blocks, before)
     bad["d"][5, 2] = 1
-    model.load_state_dict({"0.blocks": torch.from_numpy(bad.view(np.uint8).copy())})
+    model.load_state_dict({**state, "0.blocks": torch.from_numpy(bad.view(np.uint8).copy())})
     assert good.dequantize()[5].abs().max() > 1
+
+
+def one_size() -> list[tuple[str, str]]:
+    """Pairs of formats whose blocks of a row have one size, so that only their name differs."""
+    sizes = {name: FORMATS[name].block_bytes / FORMATS[name].elements for name in linear.TAKEN}
+    return [pair for pair in itertools.permutations(sizes, 2) if sizes[pair[0]] == sizes[pair[1]]]
+
+
+@pytest.mark.parametrize(("name", "other"), one_size())
+def test_blocks_of_another_format_are_refused_by_both_names(name: str, other: str) -> None:
+    model = nn.Sequential(QuantLinear(512, 4, format=other))
+    state = nn.Sequential(QuantLinear(512, 4, format=name)).state_dict()
+    said = f"0.blocks: the state holds {name}, version 1, and the layer takes {other}, version 1: "
+    for strict, assign in itertools.product((False, True), repeat=2):
+        with pytest.raises(RuntimeError, match=said):
+            model.load_state_dict(state, strict=strict, assign=assign)
+
+
+def test_a_state_dict_says_format_and_version_through_files(tmp_path: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    layer = QuantLinear.from_blocks(blocks_of("q5_1"), tensor(N))
+    assert bytes(layer.get_extra_state().tolist()) == b"q5_1, version 1"
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    safe, pickled = load_file(tmp_path / "layer.safetensors"), torch.load(tmp_path / "layer.pt")
+    for state in (safe, pickled):
+        for assign in (False, True):
+            again = QuantLinear(K, N, format="q5_1")
+            again.load_state_dict(state, assign=assign)
+            assert torch.equal(again.blocks, layer.blocks)
+            assert torch.equal(again.bias, layer.bias)
+    later = {**safe, "_extra_state": torch.tensor(list(b"q5_1, version 2"), dtype=torch.uint8)}
+    with pytest.raises(RuntimeError, match="holds q5_1, version 2, and the layer takes q5_1, vers"):
+        again.load_state_dict(later)
+    del safe["_extra_state"]
+    with pytest.raises(
+        RuntimeError, match=r"blocks are of a file that does not say their format.*"
+    ):
+        again.load_state_dict(safe, strict=False)
+    again.load_state_dict({**safe, "_extra_state": again.get_extra_state()})
+    assert torch.equal(again.blocks, layer.blocks)
+    with pytest.raises(ValueError, match="the state holds 7, and the layer takes q5_1, version 1"):
+        again.set_extra_state(7)
 
 
 def test_pickles_and_copies_go_round(tmp_path: Any) -> None:
@@ -583,7 +627,7 @@ def test_sums_that_are_not_complete_are_float32(host: Any, m: int) -> None:
 def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     layer = uploaded(blocks_of(), accuracy="fast")
     assert layer.packings == "tiles byte_tiles"
-    assert sorted(layer.state_dict()) == ["blocks"]
+    assert sorted(layer.state_dict()) == ["_extra_state", "blocks"]
     assert layer.device_bytes == sum(
         array.nbytes for step in (kernel_of(14), kernel_of(15)) for array in step.pack(blocks_of())
     )
