@@ -1,9 +1,8 @@
 """Pictures of blocks, as text at most 100 columns wide.
 
 `draw` shows what a format's bytes are: fields, offsets, alignment, and the element to which every
-bit belongs. `show` shows one real block: its bytes, its fields, and its values beside those asked
-for. Everything is derived from the dtype and from `places`, the one statement of which bit is
-whose; the tests flip those bits in real blocks to see that the codec agrees. A K-quant's scales
+bit belongs. Everything is derived from the dtype and from `places`, the one statement of which bit
+is whose; the tests flip those bits in real blocks to see that the codec agrees. A K-quant's scales
 are integers in the block too: `factors` says which bit is whose there.
 """
 
@@ -14,10 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-import numpy as np
-
 from qformats.blocks import BLOCK, alignment, offsets
-from qformats.codec import Blocks, Floats, Format, format_of
+from qformats.codec import Format
 
 COLUMNS: Final = 16  # bytes a line
 
@@ -219,36 +216,6 @@ def draw(fmt: Format, ink: Ink = PLAIN) -> str:
     )
 
 
-def show(block: Blocks, x: Floats | None = None, title: str = "", ink: Ink = PLAIN) -> str:
-    """One block, structured[1]: bytes, fields, codes, values, and errors where x[K] is given."""
-    fmt = format_of(block)
-    if block.shape != (1,):
-        raise ValueError(f"show takes one block, an array of shape (1,), not {block.shape}")
-    code, value = fmt.codes(block), fmt.dequantize(block)
-    error = None if x is None else value.astype(np.float64) - x
-    lines = [f" {ink.paint(fmt.name, 'bold')}   {title or _VALUE[fmt.name]}", ""]
-    lines += _contents(block, ink)
-
-    head = f"{'element':>8}" + (f"{'x':>13}" if x is not None else "") + f"{'q':>5}{'value':>13}"
-    head += f"{'error':>9}" if x is not None else ""
-
-    def cell(j: int) -> str:
-        asked = "" if x is None else f"{x[j]:13.6g}"
-        wrong = "" if error is None else f"{error[j]:9.2g}"
-        return f"{j:8d}{asked}{code[j]:5d}{ink.paint(f'{value[j]:13.6g}', 'qs')}{wrong}"
-
-    lines += ["", ink.paint(head + "  " + head, "dim")]
-    half = fmt.elements // 2
-    lines += [cell(j) + "  " + cell(j + half) for j in range(half)]
-    if x is not None and error is not None:
-        worst = int(np.abs(error).argmax())
-        rms = float(np.sqrt((error**2).mean()))
-        size = float(np.sqrt((x.astype(np.float64) ** 2).mean()))
-        share = f", {rms / size:.2%} of the values' {size:.4g}" if size else ""
-        lines += ["", f" rms error {rms:.3g}{share}; largest {error[worst]:.3g} at element {worst}"]
-    return "\n".join(lines)
-
-
 def _extents(fmt: Format) -> Iterator[tuple[str, int, int, str]]:
     """(field, first byte, past its last byte, C type) in memory order."""
     at = offsets(fmt.dtype)
@@ -372,24 +339,3 @@ def _example(fmt: Format, element: int) -> Iterator[str]:
 
 def _span(low: int, high: int) -> str:
     return f"bit {low}" if low == high else f"bits {high}..{low}"
-
-
-def _contents(block: Blocks, ink: Ink) -> Iterator[str]:
-    """Every field's bytes in hexadecimal, sixteen a line, and its value."""
-    fmt = format_of(block)
-    raw = block.tobytes()
-    for name, start, end, c_type in _extents(fmt):
-        for line in range(start, end, COLUMNS):
-            stop = min(line + COLUMNS, end)
-            if name == "e":
-                means = f"= 2^{int(block[name][0]) - 127}"
-            elif fmt.dtype[name] == np.float16:
-                means = f"= {float(block[name][0]):.6g}"
-            elif name == "qh" and end - start == 4:
-                means = f"= 0x{int.from_bytes(raw[start:end], 'little'):08x}"
-            else:
-                means = ""
-            label = f"{name:<9}{c_type:<8}" if line == start else " " * 17
-            data = raw[line:stop].hex(" ").ljust(13 if means else 0)
-            span = f"{line}..{stop - 1}" if stop - line > 1 else f"{line}"
-            yield f" {label}{span:<10}{ink.paint(data, name)}{means}".rstrip()

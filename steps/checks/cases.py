@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from qformats import FORMATS, SUPER
-from reference import CHECK_SHAPES, DISTRIBUTIONS, GOLDEN, GPU_CHECK_SHAPES
+from reference import CHECK_SHAPES, GOLDEN, GPU_CHECK_SHAPES
 from steps.checks.select import ALL_FORMATS, UsageError
 from steps.contract import Size
 
@@ -75,10 +75,6 @@ def cases(
     quick: a third of the shapes, another third for the next format. small: a GPU gets the
     simulator's shapes too (for tools that slow it down a hundredfold).
     """
-    if distribution is not None and distribution not in DISTRIBUTIONS:
-        raise UsageError(
-            f"unknown distribution {distribution!r}: use one of {', '.join(DISTRIBUTIONS)}"
-        )
     if distribution == "golden":
         return (Case((1, 1, 32), "golden", seed, order or 0),)
     if shape is not None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
-from reference import DISTRIBUTIONS
 from steps.checks.select import UsageError, select
-from steps.contract import Kernel, Size, Step, Work, why_no_gpu
+from steps.contract import Kernel, Launch, Size, Step, Work, why_no_gpu
 from steps.kernels.parts.activations.layouts import reading_of
+from steps.product.choice import Choice
 from steps.registry import find, ladder, lesson_of
 
 if TYPE_CHECKING:
@@ -116,22 +116,20 @@ def home_shapes_of(args: Namespace, step: Kernel) -> tuple[Size, ...]:
     return tuple(dict.fromkeys(shape_of(args, home) for home in lesson_of(step).home_shapes))
 
 
-def distribution_of(args: Namespace) -> str:
-    """What timed data is drawn from: --dist, or normal (for golden too, which has one shape)."""
-    asked: str | None = args.dist
-    if asked is not None and asked not in DISTRIBUTIONS:
-        raise UsageError(f"unknown distribution {asked!r}: use one of {', '.join(DISTRIBUTIONS)}")
-    return "normal" if asked in (None, "golden") else asked
-
-
-def one_work(args: Namespace) -> Work:
-    """The first work of one step that --format and --scheme allow.
+def work_of(args: Namespace, step: Step) -> Work:
+    """The first work of a step that --format, --scheme and --dtype allow.
 
     By default it is of the first format, in the family that continues the ladder.
     """
-    step = one_step(args.steps)
     family = args.scheme or step.families[-1]
-    return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
+    return select((step,), formats_of(args.format), family, output=args.dtype)[0]
+
+
+def launches_of(work: Work, shape: Size, dtype: str | None) -> tuple[Launch, ...]:
+    """Those of a product that writes C in a dtype, None for the step's own; A comes so where the
+    step reads it."""
+    source = reading_of(work.step, work.output(dtype), work.family).source
+    return Choice.of_work(work, shape, source, dtype).launches()
 
 
 def require_compilable(arch: str) -> None:
@@ -143,14 +141,3 @@ def require_compilable(arch: str) -> None:
     known = [architecture(cc) for cc in nvrtc.get_supported_ccs() if cc >= OLDEST]
     if arch not in known and f"{arch}a" not in known:
         raise UsageError(f"the compiler has no architecture {arch!r}: it has {', '.join(known)}")
-
-
-def dtype_of(args: Namespace) -> str | None:
-    """The dtype of C, and of A where a step reads it: --dtype, or None for the step's own."""
-    asked: str | None = getattr(args, "dtype", None)
-    return asked
-
-
-def input_of(args: Namespace, work: Work) -> str:
-    """The dtype of A that a step reads where C is of `dtype_of`."""
-    return reading_of(work.step, work.output(dtype_of(args)), work.family).source

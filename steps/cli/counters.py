@@ -26,12 +26,12 @@ from results.measure.bench import Wanted, matrix, wanted_in
 from results.record import store
 from results.record.environment import environment
 from steps.cli.arguments import (
-    dtype_of,
     formats_of,
     home_shapes_of,
     machines,
-    one_work,
+    one_step,
     steps_of,
+    work_of,
 )
 from steps.cli.run import remark
 from steps.cli.tools import NO_COUNTERS, ROOT, required, this
@@ -168,9 +168,9 @@ def launch_each(wanted: Sequence[Wanted], gpu: Any) -> None:
 def launch(args: Namespace) -> int:
     """Compiles one step and launches it once on the GPU: what a profiler looks at."""
     _, machine, _ = machines("gpu")
-    work = one_work(args)
+    work = work_of(args, one_step(args.steps))
     shape = home_shapes_of(args, work.step)[0]
-    launch_each([wanted_in(work, shape, work.output(dtype_of(args)))], machine(0))
+    launch_each([wanted_in(work, shape, work.output(args.dtype))], machine(0))
     m, n, k = shape
     print(f"launched {work} at M={m} N={n} K={k}")
     return 0

@@ -18,17 +18,17 @@ from results.measure.loop import Timing, ratio, round_robin
 from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
 from results.render import table
-from results.render.table import Column, Line, Table
+from results.render.table import Column
 from steps.checks.cases import Case, cases
 from steps.checks.select import UsageError, select
+from steps.cli import arguments
 from steps.cli.arguments import (
-    distribution_of,
-    dtype_of,
     formats_of,
     home_shapes_of,
     is_shape_asked,
     machines,
     one_step,
+    refusing,
     shape_of,
 )
 from steps.cli.report import shape_text
@@ -38,8 +38,8 @@ from steps.learn.exercises.apart import Ended, apart
 from steps.learn.exercises.check import Asked, Report, count, lines, loaded, stopped
 from steps.learn.exercises.check import check as checked
 from steps.learn.exercises.load import Unloadable
-from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions, text_of
-from steps.registry import label_of, ladder
+from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions
+from steps.registry import label_of, ladder, source
 
 BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
 
@@ -48,10 +48,8 @@ def exercise(args: Namespace) -> int:
     """Write a step with holes, where no file is yet."""
     step = one_step(args.steps)
     path = args.out or progress.path_for(step)
-    try:
+    with refusing(ExerciseError):
         text = make(step)
-    except ExerciseError as error:
-        raise UsageError(str(error)) from None
     if path.exists():
         raise UsageError(
             f"{path} is there, and your work may be in it: remove it, or name another file (OUT=)"
@@ -67,23 +65,22 @@ def exercise(args: Namespace) -> int:
 def exercises(args: Namespace) -> int:
     """A line for each exercise: how far it is."""
     every = tuple(progress.progress())
-    columns = (
-        Column("step"),
-        Column("idea", words=True),
-        Column("filled in"),
-        Column("state", words=True),
-    )
-    rows = tuple(
-        Line(
-            (str(one.step.number), one.step.title, f"{one.filled} of {one.holes}", one.state),
-            "good" if one.right else "bad" if one.state.startswith("wrong") else "",
-        )
-        for one in every
-    )
     right = sum(one.right for one in every)
     note = f"{right} of {len(every)} right. make exercise STEP=1 begins one."
-    table.show(Table(columns, rows, notes=(note,)))
+    table.show(table.of_records(COLUMNS, every, notes=(note,), tone=_tone))
     return 0
+
+
+def _tone(one: progress.Progress) -> table.Tone:
+    return "good" if one.right else "bad" if one.state.startswith("wrong") else ""
+
+
+COLUMNS: Final = (
+    Column("step", lambda one: str(one.step.number)),
+    Column("idea", lambda one: one.step.title, words=True),
+    Column("filled in", lambda one: f"{one.filled} of {one.holes}"),
+    Column("state", lambda one: one.state, words=True),
+)
 
 
 def opened(path: Path) -> Exercise:
@@ -116,13 +113,13 @@ def own_step(path: Path) -> tuple[Exercise, Step]:
         raise UsageError(wrong.sentences[0]) from None
 
 
-def own_work(args: Namespace) -> Work:
-    """The file of --file as a work: its last family and the first format, or those asked for."""
+def work_of(args: Namespace) -> Work:
+    """One work of the file of --file, or of the step that is named."""
+    if args.file is None:
+        return arguments.work_of(args, one_step(args.steps))
     if args.steps:
         raise UsageError("name a step or a file, not both")
-    _, step = own_step(args.file)
-    family = args.scheme or step.families[-1]
-    return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
+    return arguments.work_of(args, own_step(args.file)[1])
 
 
 def _reference(found: Exercise) -> Step:
@@ -176,7 +173,6 @@ def _asked(args: Namespace, reference: Step | None) -> Asked:
             raise UsageError(str(reference.supports(work.format, work.family)))
         formats = tuple(dict.fromkeys(work.format for work in own))
         family = own[0].family if args.scheme else None
-    distribution_of(args)
     if not is_shape_asked(args) and args.dist is None:
         return Asked(formats, family)
 
@@ -210,7 +206,7 @@ def solution(found: Exercise) -> list[str]:
     if found.holes:
         solved, _ = found.composed(tuple(found.holes))
     else:
-        solved = "".join(text_of(step))
+        solved = "".join(source(step))
     texts = (found.lines, solved.splitlines(keepends=True))
     return list(difflib.unified_diff(*texts, str(found.path), label_of(step), n=2))
 
@@ -220,7 +216,7 @@ def diff(args: Namespace) -> list[str]:
     found = opened(args.file)
     step = _reference(found)
     labels = label_of(step), str(found.path)
-    return list(difflib.unified_diff(text_of(step), found.lines, *labels, n=args.lines))
+    return list(difflib.unified_diff(source(step), found.lines, *labels, n=args.lines))
 
 
 # --- timing ---------------------------------------------------------------------------------------

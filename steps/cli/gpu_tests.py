@@ -28,7 +28,7 @@ from results.record.environment import environment
 from results.record.schema import Environment
 from steps.cli.arguments import machines
 from steps.cli.run import remark
-from steps.cli.tools import ROOT, SANITIZERS, required, this
+from steps.cli.tools import ROOT, SANITIZERS, required, sanitizing, this
 from steps.registry import kernel_of, ladder
 
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
@@ -96,15 +96,12 @@ def sanitizer_commands(tool: str) -> Iterator[list[str]]:
     """Each tool over the checks of each step, the newest steps first; and of the kernel that it
     teaches, by a dtype that the lesson does not write."""
     for name in FORMATS:
-        for kind, options in SANITIZERS.items():
+        for kind in SANITIZERS:
             for step in reversed(ladder()):
                 others = [one for one in kernel_of(step.number).outputs if one not in step.outputs]
                 for dtype in ([], *(["--dtype", one] for one in others[:1])):
-                    yield [
-                        *(tool, "--tool", kind, *options, "--error-exitcode", "1"),
-                        *this("check", str(step.number), "--machine", "gpu", "--small", "--quick"),
-                        *("--format", name, *dtype),
-                    ]
+                    check = str(step.number), "--quick", "--format", name, *dtype
+                    yield sanitizing(tool, kind, *check)
 
 
 def sanitized(

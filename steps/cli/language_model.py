@@ -45,8 +45,7 @@ def chat(args: Namespace) -> int:
 
 def decoder(args: Namespace) -> int:
     """Continues a text or tokens; or checks or times a model, 1 if a check failed."""
-    jobs = args.check or args.against_llama_cpp or args.bench
-    return _run(args, _jobs if jobs else _generate)
+    return _run(args, _jobs if args.check or args.bench else _generate)
 
 
 def quality(args: Namespace) -> int:
@@ -77,7 +76,7 @@ def _run(args: Namespace, work: Work) -> int:
 
 def _done(args: Namespace, work: Work) -> int:
     asked = vars(args).get  # not every command has every option
-    on_gpu = not (args.reference or (work is _jobs and args.against_llama_cpp))
+    on_gpu = not args.reference
     starts_ranks = asked("gpus") is not None and "LOCAL_RANK" not in os.environ
     if on_gpu and not starts_ranks:
         threading.Thread(target=_make_context, daemon=True).start()
@@ -139,8 +138,6 @@ def _ranks(args: Namespace, on_gpu: bool) -> Any:
 
     ranks = parallel.Ranks.started(on_gpu)
     if ranks is None and args.gpus is not None:
-        if vars(args).get("against_llama_cpp"):
-            raise ValueError("--against-llama-cpp runs on one CPU: leave out --gpus")
         if args.model is not None:
             file = files.Model(args.model)
             parallel.Share(file.config, 0, args.gpus, parallel.unit_of(file))
@@ -151,14 +148,10 @@ def _ranks(args: Namespace, on_gpu: bool) -> Any:
 def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     """Checks and times."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        if args.check:
-            checked = _check(args, do, Path(folder), ranks)
-            found["against torch on the dequantized weights"] = checked
-        if args.against_llama_cpp:
-            found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
-    comparisons = [one for each in found.values() for one in each]
-    for one in comparisons:
+    checked = _check(args, do, ranks) if args.check else []
+    if checked:
+        found["against torch on the dequantized weights"] = checked
+    for one in checked:
         print(shown(_sentence(one)))
     if args.bench and ranks:
         from results.measure.models import several_gpus
@@ -168,51 +161,30 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
         from results.measure.models import one_gpu
 
         found["bench"] = one_gpu.measure(do, args.format, jobs=args.jobs)
-    return found, int(not all(one["right"] for one in comparisons))
+    return found, int(not all(one["right"] for one in checked))
 
 
-def _check(args: Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str, Any]]:
+def _check(args: Namespace, do: Any, ranks: Any) -> list[dict[str, Any]]:
+    """Of MODEL; without one, of small random weights."""
     from steps.decoder import files
     from steps.decoder.compare import checks
 
-    path = args.model or files.write_tiny(folder / f"tiny-{args.format}.gguf", args.format)
-    file = files.Model(path)
-    ids = args.ids or checks.prompt(file.token_count)
-    steps = file.room(ids, args.tokens or checks.STEPS)
-    return [
-        {"file": path.name}
-        | checks.against_torch(
-            path,
-            ids,
-            accuracy=accuracy,
-            requantize=args.requantize,
-            operations=do,
-            steps=steps,
-            jobs=args.jobs if FIRST else 1,
-            ranks=ranks,
-        )
-        for accuracy in ("exact", "fast")
-    ]
-
-
-def _against_llama_cpp(args: Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The comparison of MODEL; without one, of random weights and of the same in float32."""
-    from steps.decoder import files
-    from steps.decoder.compare import checks
-
-    name, steps = args.format, args.tokens or checks.STEPS
-    if args.model is not None:
-        file = files.Model(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = Path(folder, f"tiny-{args.format}.gguf")
+        path = args.model or files.write_tiny(tiny, args.format)
+        file = files.Model(path)
         ids = args.ids or checks.prompt(file.token_count)
-        file.room(ids, steps)
-        return [checks.against_llama_cpp(args.model, ids, steps=steps)]
-    ids = args.ids or checks.prompt(files.WORDS)
-    blocks = files.write_tiny(folder / f"tiny-{name}.gguf", name)
-    floats = files.write_tiny(folder / f"tiny-{name}-as-f32.gguf", name, dequantized=True)
-    return [
-        checks.against_llama_cpp(blocks, ids, steps=steps),
-        checks.against_llama_cpp(floats, ids, floats=True, steps=steps),
-    ]
+        rest = {
+            "requantize": args.requantize,
+            "operations": do,
+            "steps": file.room(ids, args.tokens or checks.STEPS),
+            "jobs": args.jobs if FIRST else 1,
+            "ranks": ranks,
+        }
+        return [
+            {"file": path.name} | checks.against_torch(path, ids, accuracy=accuracy, **rest)
+            for accuracy in ("exact", "fast")
+        ]
 
 
 def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
@@ -264,19 +236,17 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
 
 def _sentence(found: dict[str, Any]) -> str:
     """The result of a comparison, in a sentence."""
-    names = ("rms_difference", "rms_difference_of_prompt", "rms_difference_of_steps")
-    off = max(found[name] for name in names if name in found)
+    off = max(found["rms_difference_of_prompt"], found["rms_difference_of_steps"])
     tokens = f"the same {found['steps']} tokens"
     if one := found["first_difference"]:
         tokens = (
             f"tokens differ from step {one['step']} on, where the two logits are "
             f"{one['margin']:.3g} apart and their errors add up to {one['both_off_by']:.3g}"
         )
-    which = f", {found['accuracy']}" if "accuracy" in found else ""
-    verdict = "right" if found["right"] else "WRONG"
     return (
-        f"{found['file']}{which}: {verdict}: the error of the logits is {off:.3g} of their root "
-        f"mean square (bound {found['bound']:.3g}), {tokens}"
+        f"{found['file']}, {found['accuracy']}: {'right' if found['right'] else 'WRONG'}: the "
+        f"error of the logits is {off:.3g} of their root mean square (bound "
+        f"{found['bound']:.3g}), {tokens}"
     )
 
 

@@ -16,18 +16,15 @@ from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises
 from steps.cli.arguments import (
-    dtype_of,
     home_shapes_of,
-    input_of,
+    launches_of,
     one_step,
-    one_work,
     refusing,
     require_compilable,
 )
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.learn.exercises.advice import refused
-from steps.product.choice import Choice
 from steps.registry import following, label_of, ladder, parent_of, source
 
 COLUMNS: Final = (
@@ -114,12 +111,12 @@ def sass(args: Namespace) -> int:
 def _print_code(args: Namespace, kind: str) -> int:
     from steps.compile.compiler import capability, machine_code, signature_of
 
-    work = exercises.own_work(args) if args.file else one_work(args)
+    work = exercises.work_of(args)
     if args.file and (no := refused(work.step, args.file)):
         raise UsageError(no.sentences[0])
     shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
-    *before, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()
+    *before, own = launches_of(work, shape, args.dtype)
     if args.activations and not before:
         raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
     launch = before[0] if args.activations else own
@@ -130,7 +127,7 @@ def _print_code(args: Namespace, kind: str) -> int:
     text = code.ptx if kind == "ptx" else code.sass
     m, n, k = shape
     print(f"{code.name} for {code.arch}: {work}, launched at M={m} N={n} K={k} as")
-    print(f"  grid {_extent(launch.grid)} of blocks {_extent(launch.block)}")
+    print(f"  grid {table.dims(launch.grid)} of blocks {table.dims(launch.block)}")
     print(
         f"  {code.registers} registers, {code.stack_bytes} bytes of stack, spills "
         f"{code.spill_store_bytes} + {code.spill_load_bytes} bytes, shared memory "
@@ -152,7 +149,3 @@ OPCODES: Final = (
     Column("SASS opcode", lambda one: one[0], words=True),
     Column("in the listing", lambda one: str(one[1])),
 )
-
-
-def _extent(extent: tuple[int, ...]) -> str:
-    return " x ".join(map(str, extent))

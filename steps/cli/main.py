@@ -166,7 +166,9 @@ K = _count("--k", "input features, a multiple of 32", "K")
 SEED = _option("--seed", type=_seed, default=0, help="of what is drawn (default 0)")
 DATA = (
     FORMAT, SCHEME, _count("--m", "tokens (default: home shape)", "M"), N, K,
-    _option("--dist", metavar="D", help="normal, uniform, llm, integer, extreme, golden"), SEED,
+    _option("--dist", choices=("normal", "uniform", "llm", "integer", "extreme", "golden"),
+            help="what data are drawn from (default: checks take turns, times are of normal)"),
+    SEED,
 )  # fmt: skip
 DTYPE = _option(
     "--dtype", choices=("float32", "float16", "bfloat16"),
@@ -275,7 +277,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     "sass": ("listing:sass", "a kernel's machine code; needs no GPU", CODE),
     "trace": (
         "trace:trace", "what a warp of a step loads and stores, lane by lane; needs no GPU", (
-        STEPS, OWN, *DATA, DTYPE, JSON,
+        STEPS, OWN, *DATA, DTYPE,
         _count("--line", "of the step's file: this line alone"),
         _option("--warp", type=_seed, help="of the block (default: the first of each warpgroup)"),
         _option("--out", type=Path, default=Path("build", "trace.html"), metavar="PATH",
@@ -316,8 +318,6 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
                 help="tokens to continue: 1,2,3 (default: the one that begins texts)"),
         _flag("--check", "compare with torch on the dequantized weights; without MODEL, of a small "
               "random one"),
-        _flag("--against-llama-cpp", "compare torch on the dequantized weights with llama.cpp, on "
-              "the CPU; without MODEL likewise"),
         _flag("--bench", "measure with the shapes of Llama 3 8B; with --gpus also those of 70B, "
               "one GPU and N in turn"),
         _option("--format", choices=FIVE, default="q4_0", help="of random weights"),

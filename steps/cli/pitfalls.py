@@ -8,41 +8,41 @@ from argparse import Namespace
 from typing import Final
 
 from results.render import table
-from results.render.table import Column, Line, Table
+from results.render.table import Column
 from steps.learn.pitfalls import Finding, Pitfall, examine, pitfalls
 from steps.learn.pitfalls.exhibit import error_of, value_of
 
 WIDTH: Final = 100
 COLUMNS: Final = (
-    *(Column(""), Column("pitfall", words=True), Column("format", words=True), Column("right")),
-    *(Column("wrong"), Column("NMSE"), Column("caught by", words=True)),
+    Column("", lambda pair: str(pair[0].number)),
+    Column("pitfall", lambda pair: pair[0].title, words=True),
+    Column("format", lambda pair: pair[0].format.upper(), words=True),
+    Column("right", lambda pair: f"{pair[1].expected:g}"),
+    Column("wrong", lambda pair: value_of(pair[1])),
+    Column("NMSE", lambda pair: error_of(pair[1].nmse)),
+    Column("caught by", lambda pair: _caught_by(pair[1]), words=True),
 )
+
+
+def _caught_by(finding: Finding) -> str:
+    return ", ".join(finding.layers) if finding.caught else "NOT CAUGHT"
+
+
+def _tone(pair: tuple[Pitfall, Finding]) -> table.Tone:
+    return "" if pair[1].caught else "bad"
 
 
 def show(_: Namespace) -> int:
     """A table and the stories; 1 if the checks miss a bug."""
     museum = [(pitfall, examine(pitfall)) for pitfall in pitfalls()]
     note = "right, wrong: the golden block. NMSE: a small random problem."
-    table.show(Table(COLUMNS, tuple(_line(*pair) for pair in museum), notes=(note,)))
+    table.show(table.of_records(COLUMNS, museum, notes=(note,), tone=_tone))
     for pair in museum:
         _tell(*pair)
     escaped = [str(pitfall.number) for pitfall, finding in museum if not finding.caught]
     if escaped:
         print(f"not caught as its story says: pitfall {', '.join(escaped)}", file=sys.stderr)
     return 1 if escaped else 0
-
-
-def _line(pitfall: Pitfall, finding: Finding) -> Line:
-    cells = (
-        f"{pitfall.number}",
-        pitfall.title,
-        pitfall.format.upper(),
-        f"{finding.expected:g}",
-        value_of(finding),
-        error_of(finding.nmse),
-        ", ".join(finding.layers) if finding.caught else "NOT CAUGHT",
-    )
-    return Line(cells, "" if finding.caught else "bad")
 
 
 def _tell(pitfall: Pitfall, finding: Finding) -> None:

@@ -22,8 +22,6 @@ from steps.checks.select import select, with_parents
 from steps.cli import exercises, gguf_weights, report
 from steps.cli.arguments import (
     MachineOf,
-    distribution_of,
-    dtype_of,
     formats_of,
     home_shapes_of,
     is_shape_asked,
@@ -47,12 +45,12 @@ def run(args: Namespace) -> int:
         return _checked_only(args, steps, where, quick=True)
     weights = gguf_weights.of(args, steps, False)
     cc = machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
+    works = select(steps, _formats(args, weights), args.scheme, cc, args.dtype)
     at = problems(args, works, weights, cc, every_home=len(steps) == 1)
     wanted = [
         one for shape, own in at.items() for one in benching.wanted_at(own, shape, args.dtype)
     ]
-    every = with_parents(works, cc, dtype_of(args))
+    every = with_parents(works, cc, args.dtype)
     ahead = [one.launched for one in wanted]
     outcomes = checked(every, machine, False, args, weights, ahead=ahead)
     measured = Run(env=Environment())
@@ -82,7 +80,7 @@ def _checked_only(
     simulated = why_not is not None
     weights = gguf_weights.of(args, steps, simulated)
     cc = None if simulated else machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
+    works = select(steps, _formats(args, weights), args.scheme, cc, args.dtype)
     outcomes = checked(works, machine, simulated, args, weights, quick=quick)
     tell(args, steps, name, outcomes, (), weights, why_not)
     return 0 if outcomes.ok else 1
@@ -134,12 +132,11 @@ def checked(
     cases_of(works[0])  # a request that cannot be met is refused before anything runs
     if not simulated:
         every = [(w, one.shape) for w in works for one in cases_of(w)]
-        dtype = dtype_of(args)
-        wanted = [benching.wanted_in(w, shape, w.output(dtype)).launched for w, shape in every]
+        wanted = [benching.wanted_in(w, at, w.output(args.dtype)).launched for w, at in every]
         compile_ahead((*wanted, *ahead), machine(0), remark)
     problem_of = weights.of_input if weights else None
     with table.progress(len(works)) as progress:
-        return check_works(works, cases_of, machine, progress, problem_of, dtype_of(args))
+        return check_works(works, cases_of, machine, progress, problem_of, args.dtype)
 
 
 def wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
@@ -171,7 +168,7 @@ def problems(
         homes = (weights.problem.shape,) if weights else home_shapes_of(args, work.step)
         for shape in homes if every_home else homes[:1]:
             at.setdefault(shape, []).append(work)
-    return {shape: with_parents(own, cc, dtype_of(args)) for shape, own in at.items()}
+    return {shape: with_parents(own, cc, args.dtype) for shape, own in at.items()}
 
 
 def _measured(
@@ -191,7 +188,7 @@ def _measured(
             for found, beside in benching.measure_loops(
                 measuring,
                 benching.in_loops(wanted),
-                distribution=distribution_of(args),
+                distribution="normal" if args.dist in (None, "golden") else args.dist,
                 seed=args.seed,
                 wrong=wrong(outcomes),
                 given=weights.problem if weights else None,

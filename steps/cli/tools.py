@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from steps.checks.select import UsageError
-from steps.cli.arguments import dtype_of, home_shapes_of, input_of, machines, one_work
-from steps.product.choice import Choice
+from steps.cli.arguments import home_shapes_of, launches_of, machines, one_step, work_of
 
 WHERE: Final = (
     "/usr/local/cuda/bin",
@@ -69,22 +68,23 @@ def this(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "steps", *arguments]
 
 
+def sanitizing(tool: str, name: str, *check: str) -> list[str]:
+    """The command by which Compute Sanitizer, at the path `tool`, looks at a `check` on the GPU."""
+    checked = this("check", *check, "--machine", "gpu", "--small")
+    return [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1", *checked]
+
+
 def profile(args: Namespace) -> int:
     """Nsight Compute on one launch of the step's kernel; clocks are left as they are."""
-    work = one_work(args)
+    work = work_of(args, one_step(args.steps))
     shape = home_shapes_of(args, work.step)[0]
     machines("gpu")
-    *_, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()
+    *_, own = launches_of(work, shape, args.dtype)
     command = [
         required("ncu"),
-        "--clock-control",
-        "none",  # as in every measurement here: clocks are not locked
-        "--kernel-name",
-        f"regex:{own.kernel.__name__}",
-        "--launch-count",
-        "1",
-        "--set",
-        args.set,
+        *("--clock-control", "none"),  # as in every measurement here: clocks are not locked
+        *("--kernel-name", f"regex:{own.kernel.__name__}", "--launch-count", "1"),
+        *("--set", args.set),
         *(["--export", str(args.out), "--force-overwrite"] if args.out else []),
         *this("launch", str(work.step.number), "--format", work.format, "--scheme", work.scheme),
         *(f"--{name}={extent}" for name, extent in zip("mnk", shape, strict=True)),
@@ -99,19 +99,13 @@ def sanitize(args: Namespace) -> int:
     tool = required("compute-sanitizer")
     checks = [
         *(args.steps or ["all"]),
-        *("--machine", "gpu"),
-        "--small",
         *(["--quick"] if args.quick else []),
         *(["--format", ",".join(args.format)] if args.format else []),
         *(["--scheme", args.scheme] if args.scheme else []),
         *(["--dtype", args.dtype] if args.dtype else []),
     ]
-    bad = []
-    for name in (one for several in args.tool or [SANITIZERS] for one in several):
-        command = [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1"]
-        if _run([*command, *this("check", *checks)]):
-            bad.append(name)
-    if bad:
+    names = [one for several in args.tool or [SANITIZERS] for one in several]
+    if bad := [name for name in names if _run(sanitizing(tool, name, *checks))]:
         print(f"compute-sanitizer found errors with {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
 

@@ -11,7 +11,7 @@ torch makes them instead as a reference, and where no kernel can.
     deferred.py            norms of few tokens, made by the products around them
     parallel.py            a model on several GPUs, a process for each
     text/                  tokens of a vocabulary, answers as they are generated, conversations
-    compare/               checks against torch and llama.cpp; perplexity, distance from float32
+    compare/               checks against torch; perplexity and distance from float32
 
 `python -m steps chat`, `decoder` and `quality` run it. All but `files`, `rotary` and
 `text.vocabulary` need torch.

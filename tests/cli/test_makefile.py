@@ -73,6 +73,7 @@ TYPED = {
     **dict.fromkeys(("STEP", "M", "N", "K", "SEED", "SECONDS", "LINE", "WARP", "GPUS"), "7"),
     **{"TOKENS": "8", "TEMPERATURE": "0.5", "TOP_P": "0.9", "IDS": "1,2"},
     **{"DTYPE": "float16", "ARCH": "sm_80", "TOOL": "memcheck", "ONLY": "home", "ACCURACY": "fast"},
+    "DIST": "llm",
 }
 """What a variable may hold whose command looks at it; others hold their own names."""
 

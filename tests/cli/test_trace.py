@@ -1,15 +1,13 @@
-"""The command `trace`: its table, its JSON, its page, and what it refuses."""
+"""The command `trace`: its table, its page, and what it refuses."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from steps.cli.main import main
-from steps.registry import find, source
 
 
 def trace(*arguments: str) -> int:
@@ -30,17 +28,6 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     html = out.read_text(encoding="utf-8")
     assert html.count("<svg") == len(rows) == 5
     assert "script" not in html
-
-
-def test_json_has_every_lane(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ("--m", "16", "--n", "32", "--k", "64")
-    line = source(find(1)).index("        c[m, n] = acc\n") + 1
-    assert trace("1", *size, "--line", str(line), "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    (store,) = said["instructions"]
-    assert (store["kind"], store["array"], store["sectors"]) == ("store", "c", 4)
-    assert store["lanes"] == [4 * i for i in range(16)] + [128 + 4 * i for i in range(16)]
-    assert store["conflicts"] is None, "global memory has no banks"
 
 
 def test_a_block_of_256_weights_is_deep_enough(

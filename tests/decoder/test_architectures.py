@@ -148,15 +148,6 @@ def test_logits_are_those_of_transformers(tmp_path: Any, case: str) -> None:
         assert checks.relative(filled(other, ids), theirs) > 1e-2, "scaling matters"
 
 
-@pytest.mark.parametrize("architecture", files.ARCHITECTURES)
-def test_a_token_at_a_time_is_all_at_once(tmp_path: Any, architecture: str) -> None:
-    path = files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture, **WIDE)
-    model, ids = reference(path), checks.prompt(files.WORDS, 7)
-    tokens, kept = generate(model, torch.tensor([ids]), 4, keep=True)
-    logits = filled(model, [*ids, *tokens[0].tolist()])[6:-1]
-    np.testing.assert_allclose(torch.cat(kept).numpy(), logits, atol=1e-9)
-
-
 def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:
     """Of a step that adds them before it rounds, at 3 tokens and at 1."""
     keys = SMALL | {"block_count": 1, "architecture": "qwen2"}

@@ -432,15 +432,6 @@ def test_what_a_file_does_not_say_is_told(tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().err == "[tiny.gguf lacks something]\n"
 
 
-def test_temperature_0_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    path, shown = files.write_tiny(tmp_path / "tiny.gguf", **SMALL), []
-    for rest in ([], ["--temperature", "0"], ["--temperature", "0", "--top-p", "0.5"]):
-        arguments = ["--reference", "--prompt", "the hat", "--tokens", "5", *rest]
-        assert main(["decoder", str(path), *arguments]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] == shown[2]
-
-
 @pytest.mark.parametrize("name", ["decoder", "chat"])
 def test_control_c_while_tokens_come(
     name: str, monkeypatch: Any, tmp_path: Path, capsys: Any

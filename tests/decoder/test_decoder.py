@@ -1,7 +1,6 @@
 """The decoder of GGUF files: its arithmetic, its products by the kernels, what it refuses.
 
-Nothing here is compared with itself: `plain_llama` is a llama in NumPy, loop by loop, with rotary
-embedding by halves and rows in the order of the original checkpoints.
+Its logits are compared with those of transformers in `test_architectures`.
 """
 
 from __future__ import annotations
@@ -9,15 +8,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from qformats import FORMATS, WEIGHT_FORMATS, dequantize
+from qformats import WEIGHT_FORMATS, dequantize
 from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
 from steps.checks.select import UsageError
@@ -67,77 +64,17 @@ def filled(model: Any, ids: list[int]) -> np.ndarray:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def plain_llama(path: Any, ids: list[int]) -> np.ndarray:
-    """Logits [T, V] in float64: heads apart, a token after the other, all of its past each time."""
-    file = files.Model(path)
-    keys = file.keys
-    heads, kv = keys["llama.attention.head_count"], keys["llama.attention.head_count_kv"]
-
-    def w(name: str) -> np.ndarray:
-        return file.tensors[f"{name}.weight"].values().astype(np.float64)
-
-    def by_halves(matrix: np.ndarray, heads: int) -> np.ndarray:
-        """Rows as before conversion: what the converter does, undone."""
-        n, k = matrix.shape
-        return matrix.reshape(heads, n // heads // 2, 2, k).swapaxes(1, 2).reshape(n, k)
-
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
-
-    def turn(x: np.ndarray, position: int) -> np.ndarray:
-        half = len(x) // 2
-        angles = position * 10000.0 ** (-np.arange(half) / half)
-        a, b = x[:half], x[half:]
-        return np.concatenate(
-            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
-        )
-
-    h = w("token_embd")[ids]
-    for i in range(keys["llama.block_count"]):
-        x = norm(h, w(f"blk.{i}.attn_norm"))
-        q = (x @ by_halves(w(f"blk.{i}.attn_q"), heads).T).reshape(len(ids), heads, -1)
-        k = (x @ by_halves(w(f"blk.{i}.attn_k"), kv).T).reshape(len(ids), kv, -1)
-        v = (x @ w(f"blk.{i}.attn_v").T).reshape(len(ids), kv, -1)
-        out = np.zeros_like(q)
-        for t in range(len(ids)):
-            for head in range(heads):
-                of = head // (heads // kv)
-                one = turn(q[t, head], t)
-                scores = [one @ turn(k[s, of], s) / np.sqrt(len(one)) for s in range(t + 1)]
-                shares = np.exp(scores - np.max(scores))
-                out[t, head] = shares / shares.sum() @ v[: t + 1, of]
-        h = h + out.reshape(len(ids), -1) @ w(f"blk.{i}.attn_output").T
-        x = norm(h, w(f"blk.{i}.ffn_norm"))
-        gate, up = x @ w(f"blk.{i}.ffn_gate").T, x @ w(f"blk.{i}.ffn_up").T
-        h = h + (gate / (1 + np.exp(-gate)) * up) @ w(f"blk.{i}.ffn_down").T
-    last = "output" if "output.weight" in file.tensors else "token_embd"
-    return norm(h, w("output_norm")) @ w(last).T
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_it_is_a_llama(tmp_path: Any, tied: bool) -> None:
-    path = files.write_tiny(tmp_path / "tiny.gguf", "q5_1", tied=tied, **SMALL)
-    ids = checks.prompt(files.WORDS, 9)
-    right = plain_llama(path, ids)
-    np.testing.assert_allclose(filled(reference(path), ids), right, atol=1e-9)
-    assert 0.5 < right.std() < 20
-    # float32 rounds some 500 products a row, in a few layers
-    rounded = files.load(path, torch_products(dtype=torch.float32), cache_dtype=torch.float32)
-    assert checks.relative(filled(rounded, ids), right) < 1e-5
-
-
-def test_a_token_at_a_time_is_all_at_once(tiny: Any) -> None:
-    model, count = reference(tiny), 5
+@pytest.mark.parametrize("architecture", files.ARCHITECTURES)
+def test_a_token_at_a_time_is_all_at_once(tmp_path: Any, architecture: str) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture, **SMALL)
+    model, count = reference(path), 4
     ids = torch.tensor([checks.prompt(files.WORDS, 7, seed) for seed in range(3)])
     tokens, kept = generate(model, ids, count, keep=True)
     assert tokens.shape == (3, count)
     for one, given, at in zip(tokens, ids, range(3), strict=True):
-        whole = [*given.tolist(), *one.tolist()]
-        logits = filled(model, whole)[6:-1]
+        logits = filled(model, [*given.tolist(), *one.tolist()])[6:-1]
         np.testing.assert_allclose(np.stack([step[at] for step in kept]), logits, atol=1e-9)
         assert one.tolist() == logits.argmax(-1).tolist()
-    alone, _ = generate(model, ids[:1, :1], count)
-    assert alone[0].tolist()[:1] == [int(filled(model, [1])[0].argmax())]
 
 
 def test_a_cache_begins_anew(tiny: Any) -> None:
@@ -339,16 +276,6 @@ def test_other_types_are_quantized_anew_where_asked(tmp_path: Any) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_metadata(tiny: Any) -> None:
-    keys = metadata(tiny)
-    assert keys["general.architecture"] == "llama"
-    assert keys["llama.embedding_length"] == 64
-    assert keys["llama.rope.freq_base"] == 10000.0
-    assert keys["tokenizer.ggml.tokens"][:4] == ["<unk>", "<s>", "</s>", "<0x00>"]
-    assert keys["tokenizer.ggml.scores"].dtype == np.float32
-    assert len(keys["tokenizer.ggml.token_type"]) == files.WORDS
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -394,42 +321,6 @@ def test_the_first_difference_is_explained_by_its_margin() -> None:
     wrong = checks.first_difference([0, 1, 2], [1, 0, 0], logits, off)
     assert wrong is not None
     assert not wrong["explained"]
-
-
-def test_llama_cpp_is_compared(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another decoder in its place, once as it is and once with its last layer left out."""
-
-    class Other:
-        def __init__(self, path: str, **_: Any) -> None:
-            self.model, self.given = reference(path), []
-            self.model.layers = self.model.layers[:layers]
-            self.ctx = self
-
-        def eval(self, ids: list[int]) -> None:
-            self.given += ids
-
-        def n_vocab(self) -> int:
-            return files.WORDS
-
-        def logits(self, at: int) -> Any:
-            cache = self.model.cache(1, len(self.given))
-            cache.layers = cache.layers[:layers]
-            given = torch.tensor([self.given])
-            self.kept = self.model.prefill(given, cache, every=True)[0, at].float().numpy()
-            return np.ctypeslib.as_ctypes(self.kept)
-
-    fake = SimpleNamespace(Llama=Other, llama_get_logits_ith=lambda ctx, at: ctx.logits(at))
-    monkeypatch.setattr(np.ctypeslib, "as_array", lambda array, shape: np.array(array))
-    monkeypatch.setattr(checks, "import_module", lambda name: fake)
-    layers = 2
-    found = checks.against_llama_cpp(tiny, [1, 5, 7], floats=True, steps=4)
-    assert found["right"]
-    assert found["same_tokens"]
-    assert found["rms_difference"] < 1e-6
-    layers = 1
-    found = checks.against_llama_cpp(tiny, [1, 5, 7], steps=4)
-    assert not found["right"]
-    assert found["rms_difference"] > found["bound"]
 
 
 # --- the bench ------------------------------------------------------------------------------------
@@ -507,14 +398,7 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
         (["--tokens", "0"], "'0' is not a positive whole number"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
         (["{tiny}", "--reference", "--ids", "300"], "has 300 and .* tokens 0 to 287: give tokens"),
-        (["{tiny}", "--reference", "--ids", "1 " * 1024], "1024 tokens and 1 more are asked for, "),
-        (
-            ["{tiny}", "--reference", "--ids", "1 " * 1000, "--tokens", "25"],
-            "1000 tokens and 25 more are asked for, and the model's context is 1024: give fewer",
-        ),
         (["{tiny}", "--reference", "--prompt", "the " * 1000], "and the model's context is 1024"),
-        (["{tiny}", "--against-llama-cpp", "--ids", "1,288"], "has 288 and .* tokens 0 to 287"),
-        (["{tiny}", "--against-llama-cpp", "--tokens", "999"], "192 tokens and 999 more are asked"),
         (["nowhere.gguf", "--reference"], "No such file"),
     ],
 )
@@ -525,7 +409,9 @@ def test_what_is_refused(tiny: Any, capsys: Any, arguments: list[str], told: str
     assert re.search(told, err), err
 
 
-def test_a_check_is_within_the_model(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_a_check_is_within_the_model_and_says_what_is_wrong(
+    tiny: Any, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernel_operations, "chosen", lambda *_, **__: operations.PLAIN)
     for more, told in (
@@ -535,6 +421,23 @@ def test_a_check_is_within_the_model(tiny: Any, capsys: Any, monkeypatch: Any) -
         status, _, err = said(capsys, tiny, "--check", *more)
         assert status == 2
         assert re.search(told, err), err
+    found = {
+        "accuracy": "exact",
+        "steps": 64,
+        "bound": 0.03,
+        "rms_difference_of_prompt": 0.2,
+        "rms_difference_of_steps": 0.1,
+        "first_difference": {"step": 3, "margin": 1.5, "both_off_by": 0.25},
+        "right": False,
+    }
+    monkeypatch.setattr(checks, "against_torch", lambda *_, **__: found)
+    status, out, _ = said(capsys, tiny, "--check")
+    assert status == 1
+    assert out.splitlines()[0] == (
+        "tiny.gguf, exact: WRONG: the error of the logits is 0.2 of their root mean square (bound "
+        "0.03), tokens differ from step 3 on, where the two logits are 1.5 apart and their errors "
+        "add up to 0.25"
+    )
 
 
 def test_a_split_file_answers_as_the_whole(tiny: Any, tmp_path: Any, capsys: Any) -> None:
@@ -635,25 +538,6 @@ def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> N
         assert "torch finds no CUDA GPU: use one, or --reference" in err
 
 
-def test_a_comparison_that_fails_is_told(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
-    found = {
-        "file": "a.gguf",
-        "steps": 64,
-        "bound": 0.03,
-        "rms_difference": 0.2,
-        "first_difference": {"step": 3, "margin": 1.5, "both_off_by": 0.25},
-        "right": False,
-    }
-    monkeypatch.setattr(checks, "against_llama_cpp", lambda *_, **__: found)
-    status, out, _ = said(capsys, tiny, "--against-llama-cpp")
-    assert status == 1
-    assert out == (
-        "a.gguf: WRONG: the error of the logits is 0.2 of their root mean square (bound 0.03), "
-        "tokens differ from step 3 on, where the two logits are 1.5 apart and their errors add up "
-        "to 0.25\n"
-    )
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -682,18 +566,3 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(found["rows"]) == 4
     for name, off in found["rms_difference_of_logits_from_fp16"].items():
         assert off < {"exact": 0.005, "fast": 0.1}[name.split()[-1]], name
-
-
-def test_the_committed_comparison_is_right() -> None:
-    """What `--against-llama-cpp --json results/decoder/compare/llama_cpp.json` wrote."""
-    from results.record import ROOT
-
-    found = json.loads((ROOT / "results" / "decoder" / "compare" / "llama_cpp.json").read_text())
-    rounded, floats = found["against llama.cpp"]
-    assert rounded["right"]
-    assert floats["right"]
-    assert floats["rms_difference"] < checks.FLOATS < rounded["rms_difference"]
-    assert all(one["steps"] == 64 == len(one["tokens"]) for one in (rounded, floats))
-    assert found["versions"].keys() == {"torch", "llama-cpp-python"}
-    assert all(a["prompt"] == b["prompt"] for a, b in pairwise((rounded, floats)))
-    assert FORMATS["q4_0"].name in rounded["file"]

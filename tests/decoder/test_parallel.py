@@ -226,7 +226,6 @@ def test_the_command_line_starts_ranks(tmp_path: Any) -> None:
     [
         (["--gpus", "3"], "3 GPUs cannot share 8 heads and 2 of keys and values: use 1, 2, 4 or 8"),
         (["--gpus", "1"], "--gpus 1: name 2 or more, or none"),
-        (["--gpus", "2", "--against-llama-cpp"], "runs on one CPU: leave out --gpus"),
     ],
 )
 def test_what_is_refused(

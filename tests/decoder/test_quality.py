@@ -136,7 +136,7 @@ def test_llama_cpp_is_a_side(tmp_path: Path, monkeypatch: Any) -> None:
             assert self.count == 0
             self.scores[: len(ids)] = 2 * self.model(ids)
 
-    monkeypatch.setattr(checks, "import_module", lambda name: SimpleNamespace(Llama=Other))
+    monkeypatch.setattr(quality, "import_module", lambda name: SimpleNamespace(Llama=Other))
     parts = [checks.prompt(files.WORDS, 20)]
     made = quality.sides(file, [], device="cpu", llama_cpp=True)
     float32, other = quality.measure(parts, made)

@@ -8,9 +8,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from qformats import BLOCK, FORMATS, quantize
+from qformats import BLOCK, FORMATS
 from qformats.blocks import alignment, offsets
-from qformats.draw import BOXES, COLOUR, draw, factors, meaning, places, show
+from qformats.draw import BOXES, COLOUR, draw, factors, meaning, places
 
 name_of_format = pytest.mark.parametrize("name", list(FORMATS))
 name_of_k_quant = pytest.mark.parametrize("name", [n for n in FORMATS if n.endswith("_k")])
@@ -187,75 +187,17 @@ def test_the_drawn_tables_are_the_codebooks():
         np.testing.assert_array_equal(FORMATS[name].dequantize(one_scale), drawn + drawn)
 
 
-def block_of(fmt, size=1.0):
-    """One block of the format, structured[1], and the values that it was meant to hold."""
-    rng = np.random.default_rng(2)
-    x = rng.standard_normal(fmt.elements).astype(np.float32) * np.float32(size)
-    if fmt.written:
-        return x, fmt.quantize(x)
-    block = rng.integers(0, 256, fmt.block_bytes, np.uint8).view(fmt.dtype)
-    for field in {"d", "dmin"} & set(fmt.dtype.names):
-        block[field] = size / 1000
-    return x, block
-
-
 @name_of_format
 def test_plain_is_ascii_and_narrow_and_colour_changes_nothing_else(name):
     fmt = FORMATS[name]
-    x, blocks = block_of(fmt, 1.5e-5)
-    for picture in (
-        lambda ink: draw(fmt, ink),
-        lambda ink: show(blocks, x, "a title", ink),
-        lambda ink: show(blocks, None, "a title", ink),
-    ):
-        text = picture(draw.__defaults__[0])
-        assert text.isascii()
-        assert "\x1b" not in text
-        assert max(map(len, text.splitlines())) <= 100
-        assert not any(line != line.rstrip() for line in text.splitlines())
-        assert "\x1b" in picture(COLOUR)
-        assert ANSI.sub("", picture(COLOUR)) == picture(BOXES)
-        assert picture(BOXES).translate(str.maketrans("─│┌┬┐└┴┘", "-|++++++")) == text
-
-
-@name_of_format
-def test_show_gives_the_bytes_codes_and_values(name):
-    fmt = FORMATS[name]
-    x, block = block_of(fmt)
-    text = show(block, x)
-    found = re.findall(r"^ .{17}[\d.]+ +([0-9a-f]{2}(?: [0-9a-f]{2})*)(?:$| +=)", text, re.M)
-    raw = "".join(found).replace(" ", "")
-    assert raw == block.tobytes().hex()
-    seen = {}
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) == 10 and words[0].isdigit():
-            for j, asked, code, value, error in (words[:5], words[5:]):
-                seen[int(j)] = int(code), float(value)
-                assert float(asked) == pytest.approx(x[int(j)], rel=1e-5)
-                assert float(error) == pytest.approx(
-                    float(value) - float(asked), rel=0.06, abs=1e-4
-                )
-    assert [seen[j][0] for j in range(fmt.elements)] == fmt.codes(block).tolist()
-    np.testing.assert_allclose(
-        [seen[j][1] for j in range(fmt.elements)], fmt.dequantize(block), rtol=1e-5
-    )
-    error = fmt.dequantize(block).astype(np.float64) - x
-    assert f"rms error {np.sqrt((error**2).mean()):.3g}, " in text
-    assert (
-        f"largest {error[np.abs(error).argmax()]:.3g} at element {np.abs(error).argmax()}" in text
-    )
-
-
-def test_show_wants_one_block():
-    blocks = quantize(np.ones(64, np.float32), "q4_0")
-    with pytest.raises(ValueError, match=r"an array of shape \(1,\), not \(2,\)"):
-        show(blocks)
-
-
-def test_show_of_zeros_has_no_share():
-    x = np.zeros(32, np.float32)
-    assert "rms error 0; largest 0 at element 0" in show(quantize(x, "q5_1"), x)
+    text = draw(fmt)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert not any(line != line.rstrip() for line in text.splitlines())
+    assert "\x1b" in draw(fmt, COLOUR)
+    assert ANSI.sub("", draw(fmt, COLOUR)) == draw(fmt, BOXES)
+    assert draw(fmt, BOXES).translate(str.maketrans("─│┌┬┐└┴┘", "-|++++++")) == text
 
 
 @name_of_format

@@ -1,4 +1,4 @@
-"""What files come in besides: MXFP4, IQ4_NL and the K-quants, against `gguf`, and by hand."""
+"""What blocks decode to, against `gguf`; and MXFP4, IQ4_NL and the K-quants, of files alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
-from qformats import FILE_FORMATS, FORMATS, dequantize, format_of, quantize
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, format_of, quantize
 from qformats.format import RUN, Packed
 from qformats.storage import _rounded, storage_format_named, stored_weights
 
@@ -34,7 +34,6 @@ ZEROS = {
     "tq2_0": 0,
 }
 name_of_format = pytest.mark.parametrize("name", list(FORMATS))
-name_of_file_format = pytest.mark.parametrize("name", FILE_FORMATS)
 name_of_read_only = pytest.mark.parametrize("name", READ_ONLY)
 
 
@@ -63,7 +62,7 @@ def as_bytes(blocks):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@name_of_file_format
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
 def test_dequantized_bit_exact_to_gguf(name, part):
     """Also where d or dmin is NaN or inf (the NaN's own bits are the processor's affair)."""
     blocks = random_blocks(name, PART, seed=part)
@@ -82,69 +81,6 @@ def test_dequantized_bit_exact_to_gguf(name, part):
     no_nan = name in ("mxfp4", "nvfp4")
     assert np.isinf(ours).any() == (name != "nvfp4")
     assert number.all() == no_nan, "MXFP4's and NVFP4's scales know no NaN, the others do"
-
-
-def filled(name, **fields):
-    """One block of zeros, structured[1], with some fields, or single bytes of them, set."""
-    block = np.zeros(1, FORMATS[name].dtype)
-    for field, content in fields.items():
-        if isinstance(content, dict):
-            for byte, value in content.items():
-                block[field][0, byte] = value
-        else:
-            block[field] = content
-    return block
-
-
-def test_hand_computed_values():
-    """Values worked out on paper: no program stands behind these."""
-
-    def value(block, *elements):
-        return dequantize(block)[list(elements)].tolist()
-
-    # e = 128 is the scale 2^(128-128) of doubled values: codes 7 and 15 are 12 and -12.
-    assert value(filled("mxfp4", e=128, qs={0: 0x7F, 15: 0x91}), 0, 16, 15, 31) == [-12, 12, 1, -1]
-    assert value(filled("mxfp4", e=0, qs={0: 1}), 0, 1) == [2.0**-128, 0]
-    assert value(filled("mxfp4", e=1, qs={0: 1}), 0) == [2.0**-127]
-    assert value(filled("iq4_nl", d=0.5, qs={2: 0xF0}), 2, 18, 0) == [-63.5, 56.5, -63.5]
-
-    # Element 128 + 32 * 2 + 16 + 3 = 211 lies in byte 32 + 19, bits 5..4; its group is 211 // 16 =
-    # 13. Scale 5, minimum 9: 0.5 * 5 * 3 - 0.25 * 9; the codes around it are 0.
-    q2_k = filled("q2_k", d=0.5, dmin=0.25, scales={13: 0x95}, qs={51: 0x30})
-    assert value(q2_k, 211, 210, 0) == [5.25, -2.25, 0]
-
-    # The same element: low bits in qs as before, bit 2 in hmask byte 19, bit 6. Scale 13 has its
-    # lower four bits in the high half of byte 5, its upper two in byte 8 + 1, bits 7..6.
-    q3_k = filled("q3_k", d=2, hmask={19: 0x40}, qs={51: 0x10}, scales={5: 0x70, 9: 0xC0})
-    assert value(q3_k, 211, 210) == [2 * (0x37 - 32) * (5 - 4), 2 * (0x37 - 32) * (0 - 4)]
-    assert value(q3_k, 0) == [2 * -32 * -4], "a scale of 0 means -32, a cleared hmask bit -4"
-
-    # Element 32 * 6 + 5 = 197 lies in the low half of byte 96 + 5; group 6 has its scale in the low
-    # half of byte 8 + 2 and bits 7..6 of byte 2, its minimum in the high half and of byte 6.
-    scales = {10: 0x21, 2: 0xC0, 6: 0x80}
-    q4_k = filled("q4_k", d=1, dmin=0.5, scales=scales, qs={101: 0x0B})
-    assert value(q4_k, 197, 196) == [0x31 * 11 - 0.5 * 0x22, -0.5 * 0x22]
-    # Its fifth bit is bit 6 of byte 5 of qh.
-    q5_k = filled("q5_k", d=1, dmin=0.5, scales=scales, qs={101: 0x0B}, qh={5: 0x40})
-    assert value(q5_k, 197, 196) == [0x31 * (16 + 11) - 0.5 * 0x22, -0.5 * 0x22]
-    # Group 2 has its six bits together, in bytes 2 and 6.
-    q4_k = filled("q4_k", d=1, dmin=1, scales={2: 0x3F, 6: 0x3E}, qs={32: 0x0F})
-    assert value(q4_k, 64, 65, 96) == [63 * 15 - 62, -62, 0]
-
-    # Group 5 of 32 has bits 3..0 of its scale in the high half of byte 2 of scales_l, bits 5..4 in
-    # bits 3..2 of byte 1 of scales_h: 0x29 - 32 = 9. Element 32 * 5 + 16 + 3 = 179: byte 80 + 3.
-    iq4_xs = filled("iq4_xs", d=0.5, scales_h={1: 8}, scales_l={2: 0x90}, qs={83: 0xE0})
-    assert value(iq4_xs, 179, 163) == [0.5 * 9 * 89, 0.5 * 9 * -127]
-    # 0x3b: exponent 7, fraction 3/8, half of 1.375. Element 9 of group 2: byte 16 + 1, high half.
-    nvfp4 = filled("nvfp4", d={2: 0x3B, 3: 0x7F, 0: 5}, qs={17: 0xE0, 24: 0x77, 0: 1})
-    assert value(nvfp4, 41, 33, 48, 0) == [-8 * 1.375 / 2, 0, 0, 5 * 2.0**-10]
-    assert value(filled("q1_0", d=0.5, qs={3: 0x20}), 29, 28, 127) == [0.5, -0.5, -0.5]
-    # Element 128 + 64 + 5: byte 32 + 5, bits 5..4.
-    assert value(filled("tq2_0", d=3, qs={37: 0x20}), 197, 165, 5) == [3, -3, -3]
-
-    # Element 128 + 96 + 7 = 231: the high half of byte 64 + 32 + 7, and bits 7..6 of byte 32 + 7.
-    q6_k = filled("q6_k", d=0.5, ql={103: 0xA0}, qh={39: 0xC0}, scales={14: -100})
-    assert value(q6_k, 231, 232) == [0.5 * -100 * (0x3A - 32), 0.5 * -100 * -32]
 
 
 @name_of_format

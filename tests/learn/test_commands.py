@@ -133,7 +133,6 @@ def test_the_machine_code_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["trace", "1", "--file", "own.py"], "name a step or a file, not both"),
         (["check", "--file", "own.py", "--format", "q9"], "unknown format 'q9'"),
         (["check", "--file", "own.py", "--scheme", "A8"], "step 1 is of family A16, not A8"),
-        (["check", "--file", "own.py", "--dist", "foo"], "unknown distribution 'foo'"),
         (["check", "--file", "own.py", "--dtype", "float16"], "does not heed DTYPE=: leave it"),
         (["sass", "1", "--arch", "sm_999"], "the compiler has no architecture 'sm_999': it has"),
         (["sass", "--file", "numba.py"], "it does not compile"),
@@ -205,9 +204,9 @@ def test_on_a_gpu_a_right_file_is_timed(
     assert timed == [(STEP.name, STEP.name)]
 
 
-def test_own_work_takes_what_is_asked_for() -> None:
+def test_a_file_as_a_work_takes_what_is_asked_for() -> None:
     args = SimpleNamespace(file=Path(filled()), steps=[], scheme=None, format=["q8_0"], dtype=None)
-    work = exercises.own_work(args)
+    work = exercises.work_of(args)
     assert (work.family, work.format) == ("A16", "q8_0")
     assert work.step.launch.__code__.co_filename == "own.py"
     assert Exercise.read(Path("own.py")).reference is STEP

@@ -18,9 +18,8 @@ from steps.learn.exercises.text import (
     outline,
     phases,
     solutions,
-    text_of,
 )
-from steps.registry import find
+from steps.registry import find, source
 
 COMPILED = 3
 """Steps up to this one are compiled too, the first two even in a quick test."""
@@ -106,7 +105,7 @@ def test_an_exercise_is_the_step_but_for_its_holes(number: int, tmp_path: Path) 
     comments = {
         i + hole.first for hole in solutions(number).values() for i in range(hole.comment_lines)
     }
-    own = [line for i, line in enumerate(text_of(step), start=1) if i not in comments]
+    own = [line for i, line in enumerate(source(step), start=1) if i not in comments]
     marks = re.compile(r" *# (end of )?TODO \d+\b|^ *#   \S")
     said = [line for line in full.splitlines(keepends=True) if not marks.match(line)]
     assert said == [line for line in own if not marks.match(line)]
@@ -162,7 +161,7 @@ def test_two_wrong_holes_are_told_one_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("golden_alone", "not_compiled")
 def test_a_file_without_its_marks_is_checked_as_a_whole(tmp_path: Path) -> None:
-    text = "".join(text_of(find(1)))
+    text = "".join(source(find(1)))
     assert check(written(tmp_path, 1, (), text)).ok
     report = check(written(tmp_path, 1, (), text.replace(" + z)", ")")))
     assert (report.wrong.cause, report.hole) == ("no compensation", None)

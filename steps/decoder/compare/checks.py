@@ -1,4 +1,4 @@
-"""Is a decoder right? Against torch on the dequantized weights, and against llama.cpp.
+"""Is a decoder right? Against torch on the dequantized weights.
 
 Logits are compared along one sequence of tokens, so that an early difference does not grow: the
 root mean square of all differences, divided by that of the logits.
@@ -14,10 +14,7 @@ than the errors of both logits together.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,17 +22,9 @@ import numpy as np
 from steps.decoder import files
 from steps.decoder.compare import stated_errors
 from steps.decoder.compare.stated_errors import SAFETY
-from steps.decoder.model import (
-    Decoder,
-    generate,
-    step_products,
-    torch,
-    torch_products,
-)
+from steps.decoder.model import Decoder, generate, step_products, torch, torch_products
 from steps.decoder.operations import PLAIN, Operations
 
-FLOATS: Final = 1e-5
-"""The bound where llama.cpp has float32 weights and cache, and rounds nothing to 8 bits."""
 STEPS: Final = 64
 PROMPT: Final = 192  # tokens: more than the decode steps are for
 
@@ -138,86 +127,21 @@ def against_torch(
     filled = ours.prefill(prompt_ids, ours.cache(1, len(ids)), every=True)[0].double().cpu().numpy()
     stepped = torch.cat(kept).double().cpu().numpy()
     behind = right[len(ids) - 1 :]
-    facts = {
+    bound = SAFETY * expected(trusted, whole[0].tolist(), accuracy)
+    off = [relative(filled, right[: len(ids)]), relative(stepped, behind)]
+    mine, others = tokens[0].tolist(), theirs[0].tolist()
+    difference = first_difference(mine, others, behind, stepped - behind)
+    explained = difference is None or difference["explained"]
+    return {
         "accuracy": accuracy,
         "prompt_tokens": len(ids),
         "steps": steps,
-        "bound": SAFETY * expected(trusted, whole[0].tolist(), accuracy),
-        "rms_difference_of_prompt": relative(filled, right[: len(ids)]),
-        "rms_difference_of_steps": relative(stepped, behind),
-    }
-    return _judged(facts, tokens[0].tolist(), theirs[0].tolist(), behind, stepped - behind)
-
-
-def _judged(
-    facts: dict[str, Any],
-    ours: list[int],
-    theirs: list[int],
-    logits: np.ndarray,
-    off: np.ndarray,
-) -> dict[str, Any]:
-    """facts, with a "bound" and relative differences, and what the tokens say; see
-    `first_difference`."""
-    difference = first_difference(ours, theirs, logits, off)
-    within = [x <= facts["bound"] for name, x in facts.items() if name.startswith("rms_")]
-    return facts | {
-        "largest_difference": float(np.abs(off).max()),
-        "tokens": ours,
-        "same_tokens": ours == theirs,
+        "bound": bound,
+        "rms_difference_of_prompt": off[0],
+        "rms_difference_of_steps": off[1],
+        "largest_difference": float(np.abs(stepped - behind).max()),
+        "tokens": mine,
+        "same_tokens": mine == others,
         "first_difference": difference,
-        "right": all(within) and (difference is None or difference["explained"]),
+        "right": max(off) <= bound and explained,
     }
-
-
-def llama_cpp() -> Any:
-    """llama.cpp's package. ModuleNotFoundError where it is not installed."""
-    try:
-        return import_module("llama_cpp")
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
-        ) from missing
-
-
-@torch.no_grad()
-def against_llama_cpp(
-    path: str | os.PathLike[str], ids: Sequence[int], *, floats: bool = False, steps: int = STEPS
-) -> dict[str, Any]:
-    """llama.cpp on the CPU against `reference`, on the same file.
-
-    floats: llama.cpp keeps its cache in float32 too, for a file of float32, so that nothing is
-    rounded.
-    """
-    package = llama_cpp()
-    kind = 0 if floats else 1  # of ggml's: float32 or float16
-    theirs = package.Llama(
-        str(path),
-        n_ctx=-(-(len(ids) + steps) // 256) * 256,
-        n_batch=512,
-        n_gpu_layers=0,
-        type_k=kind,
-        type_v=kind,
-        verbose=False,
-    )
-    theirs.eval(list(ids))
-    tokens, kept = [], []
-    for _ in range(steps):
-        at = package.llama_get_logits_ith(theirs.ctx, -1)
-        kept.append(np.ctypeslib.as_array(at, (theirs.n_vocab(),)).astype(np.float64))
-        tokens.append(int(kept[-1].argmax()))
-        theirs.eval(tokens[-1:])
-    trusted = reference(path)
-    prompt_ids = torch.tensor([list(ids)])
-    ours, _ = generate(trusted, prompt_ids, steps)
-    whole = torch.tensor([[*ids, *tokens[:-1]]])
-    right = trusted.prefill(whole, trusted.cache(1, whole.shape[1]), every=True)[0, len(ids) - 1 :]
-    logits = right.numpy()
-    facts = {
-        "file": Path(path).name,
-        "prompt": list(ids),
-        "steps": steps,
-        "llama.cpp's keys and values": "float32" if floats else "float16",
-        "bound": FLOATS if floats else SAFETY * expected(trusted, whole[0].tolist(), "Q8_1"),
-        "rms_difference": relative(np.stack(kept), logits),
-    }
-    return _judged(facts, tokens, ours[0].tolist(), logits, np.stack(kept) - logits)

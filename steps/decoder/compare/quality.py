@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +29,6 @@ from rich.text import Text
 
 from qformats.terminal import shown
 from steps.decoder import files
-from steps.decoder.compare import checks
 from steps.decoder.model import Decoder, Maker, Product, torch, torch_products
 from steps.decoder.operations import PLAIN, Operations
 
@@ -185,7 +185,13 @@ def _steps(model: Decoder) -> str:
 
 def logits_of_llama_cpp(path: str | os.PathLike[str]) -> Callable[[Sequence[int]], Tensor]:
     """llama.cpp on the CPU. ModuleNotFoundError without its package."""
-    made = checks.llama_cpp().Llama(
+    try:
+        package = import_module("llama_cpp")
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
+        ) from missing
+    made = package.Llama(
         str(path), n_ctx=CONTEXT, n_batch=CONTEXT, n_gpu_layers=0, logits_all=True, verbose=False
     )
 

@@ -39,7 +39,6 @@ from steps.learn.exercises.trial import (
     attempt,
 )
 
-FIRST: Final = "q4_0"
 GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
 CASES: Final = (
     Case((5, 51, 96), "integer", 2, -1),

@@ -14,7 +14,7 @@ from steps.learn.exercises.beside import Beside, Finding, which_blocks
 from steps.learn.exercises.faults import of_fault
 from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
 from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
-from steps.learn.exercises.wording import listed, runs, span
+from steps.learn.exercises.wording import listed, span
 from steps.learn.pitfalls.exhibit import pitfalls
 
 TELLING: Final = Case((3, 5, 64), "integer", 1)
@@ -73,7 +73,6 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
         or _by_a_factor(v)
         or _transposed(v)
         or _elsewhere(v)
-        or _part_of_k(v)
     ):
         return said(found)
     for case in (TELLING, WIDE):
@@ -133,10 +132,9 @@ def _unwritten(at: str, missing: Array, which: str) -> tuple[str, str]:
         return what, "No thread stores to c: is the store there, and is its condition ever true?"
     if which:
         return what, which
-    if missing[0, 0]:
-        return what, "Does every thread with m < M and n < N come to the line that stores to c?"
     return what, (
-        f"C has {m} rows and {n} columns. Either the grid has too few thread blocks (it takes "
+        f"C has {m} rows and {n} columns. Either some thread of these does not come to the line "
+        "that stores to c, or the grid has too few thread blocks (it takes "
         "ceil_div(extent, tile) of them, as the last tile is not full; pitfall 12), or a guard "
         "lets too many threads return."
     )
@@ -150,9 +148,6 @@ def _not_finite(
         what = f"{subject}: the kernel adds to what C held before in {region(bad)}."
         advice = "C may hold anything: store the sum with =, not +=."
         return Diagnosis("added to", 0, (what, advice))
-    if v.terms is not None and v.bad.any() and (found := _elsewhere(v)):
-        what = f"{subject}: {np.count_nonzero(bad)} of {bad.size} outputs are no numbers."
-        return Diagnosis(found.cause, 0, (what, found.says))
     m, n = _first(bad)
     others = f"; so are {region(bad)}" if bad.size > 1 else ""
     what = f"{subject}: C[{m}, {n}] is {v.c[m, n]}{others}."
@@ -247,34 +242,6 @@ def _elsewhere(v: Values) -> Finding | None:
         if all(shift[which] == 0 for shift in shifts):
             said += f" So {what} are exchanged."
     return Finding("wrong place", said)
-
-
-def _part_of_k(v: Values) -> Finding | None:
-    """The products that count otherwise than once, of pieces of K: they follow from the values
-    where there are more outputs than pieces."""
-    t, wrong, size = v.terms, v.c[v.bad], BLOCK // 4
-    assert t is not None
-    values = (t.d[..., None] * t.code + t.z[..., None]).reshape(*t.d.shape, -1, size)
-    pieces = np.einsum("nbpj,mbpj->mnbp", values, t.x.reshape(*t.s.shape, -1, size))[v.bad]
-    pieces = pieces.reshape(len(pieces), -1)
-    if len(pieces) < 2 * pieces.shape[1]:
-        return None
-    times = np.linalg.lstsq(pieces, wrong, rcond=None)[0]
-    whole = np.round(times)
-    if (np.abs(times - whole) > 0.02).any() or (whole == 1).all():
-        return None
-    if (np.abs(pieces @ whole - wrong) > 2 * v.tolerance[v.bad]).any():
-        return None
-    said = []
-    for count, how in ((0, "left out"), (2, "counted twice")):
-        own = np.flatnonzero(whole == count)
-        if len(own):
-            ks = [f"K {a * size} to {(b + 1) * size - 1}" for a, b in runs(own.tolist())]
-            said.append(f"{listed(ks)} {'is' if len(ks) == 1 else 'are'} {how}")
-    if not said or not np.isin(whole, (0, 1, 2)).all():
-        return None
-    what = f"The outputs are those of a sum over a part of K: {'; '.join(said)}."
-    return Finding("part of K", what)
 
 
 _ROUNDING: Final = (

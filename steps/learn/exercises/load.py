@@ -1,21 +1,16 @@
-"""Imports the text of an exercise as a step, as if it stood among the steps.
-
-A file that defines an engineered KERNEL has the place of the lesson that teaches it.
-"""
+"""Imports the text of an exercise as a step, as if it stood among the steps."""
 
 from __future__ import annotations
 
 import ast
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from steps.contract import Kernel, Step
+from steps.contract import Step
 from steps.learn.exercises.trial import limit, line_of
-from steps.registry import find
 
 PATIENCE: Final = 10.0
 """Seconds after which an import is taken to run for ever."""
@@ -36,8 +31,8 @@ class Unloadable(Exception):
 
 
 def load(text: str, path: Path, rows: Sequence[int]) -> Step:
-    """The STEP of the text, or that of its KERNEL; rows: its lines' places in the file at `path`,
-    which messages and tracebacks name. Unloadable where Python refuses it."""
+    """The STEP of the text; rows: its lines' places in the file at `path`, which messages and
+    tracebacks name. Unloadable where Python refuses it."""
 
     def row(line: int | None) -> int:
         return rows[min(line or 1, len(rows)) - 1] if rows else 1
@@ -65,17 +60,9 @@ def load(text: str, path: Path, rows: Sequence[int]) -> Step:
         advice = "The import of the file ends here, before its STEP can be used."
         raise Unloadable(line_of(error, path) or 1, why, advice) from None
     step = getattr(module, "STEP", None)
-    if isinstance(step, Step):
-        return step
-    kernel = getattr(module, "KERNEL", None)
-    if not isinstance(kernel, Kernel):
+    if not isinstance(step, Step):
         raise Unloadable(row(len(rows)), "the file ends without STEP = Step(...)")
-    try:
-        place = find(kernel.number)
-    except ValueError as error:
-        raise Unloadable(row(len(rows)), str(error)) from None
-    own = {one.name: getattr(kernel, one.name) for one in fields(Kernel) if one.name != "name"}
-    return replace(place, **own)
+    return step
 
 
 def _place(tree: ast.Module, rows: Sequence[int]) -> None:

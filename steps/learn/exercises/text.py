@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steps.contract import Step
-from steps.registry import find, ladder, path_of, source
+from steps.registry import find, ladder, source
 
 WIDTH: Final = 100
 MOST_BYTES: Final = 1 << 20  # of an exercise
@@ -107,7 +107,7 @@ def _end(lines: Sequence[str], start: int, indent: int) -> int:
 @cache
 def solutions(number: int) -> dict[int, Hole]:
     """Hole -> the step's own lines; none where its kernel has no phases."""
-    return {hole.number: hole for hole in phases(text_of(find(number)))}
+    return {hole.number: hole for hole in phases(source(find(number)))}
 
 
 @cache
@@ -116,25 +116,11 @@ def numbers() -> tuple[int, ...]:
     return tuple(step.number for step in ladder() if solutions(step.number))
 
 
-def text_of(step: Step) -> list[str]:
-    """The lines of the file that has its kernel, under the docstring of the lesson."""
-    kernel, lesson = path_of(step), Path(__file__).parents[2] / f"{step.name}.py"
-    lines = source(step)
-    if kernel == lesson:
-        return lines
-    own = lesson.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [*own[: _docstring_ends(own)], *lines[_docstring_ends(lines) :]]
-
-
-def _docstring_ends(lines: Sequence[str]) -> int:
-    return ast.parse("".join(lines)).body[0].end_lineno or 0
-
-
 @cache
 def names_made(number: int) -> dict[int, tuple[str, ...]]:
     """Hole -> the names that it sets and that are read behind it before they are set again, or in
     the next turn of a loop around it."""
-    tree = ast.parse("".join(text_of(find(number))))
+    tree = ast.parse("".join(source(find(number))))
     return {hole.number: _names_made(tree, hole) for hole in solutions(number).values()}
 
 
@@ -207,7 +193,7 @@ def make(step: Step, solved: Collection[int] = ()) -> str:
         raise ExerciseError(
             f"step {step.number} has no exercise: these have one: {', '.join(map(str, numbers()))}"
         )
-    lines, made = text_of(step), []
+    lines, made = source(step), []
     at = 0
     for hole in solutions(step.number).values():
         made += lines[at : hole.first - 1]

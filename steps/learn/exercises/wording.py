@@ -27,10 +27,3 @@ def span(first: int, last: int) -> str:
 def listed(parts: Sequence[str], shown: int = SHOWN) -> str:
     """ "1, 3 to 5, 7, 9 ..."."""
     return ", ".join(parts[:shown]) + (" ..." if len(parts) > shown else "")
-
-
-def joined(parts: Sequence[str]) -> str:
-    """ "Row 1 ...; row 2 ...; and so on"."""
-    more = ["and so on"] if len(parts) > SHOWN else []
-    text = "; ".join([*parts[:SHOWN], *more])
-    return f"{text[0].upper()}{text[1:]}"

@@ -1,7 +1,6 @@
 """The museum: twelve known bugs of quantized GEMM kernels, each caught by the checks here.
 
-    make pitfalls                      the table and the stories
-    python -m steps pitfalls --json    the same as data
+    make pitfalls       # the table and the stories
 
 Each exhibit `pNN_*.py` has a story, a wrong kernel (or codec) and a right one; they differ in a
 line or two. The museum runs both on the golden block and on small problems and says which layer
