@@ -38,11 +38,12 @@ from reference.product import (
     unquantized,
 )
 from reference.sampling import sample
-from reference.shapes import BENCH_SHAPES, CHECK_SHAPES, GPU_CHECK_SHAPES
+from reference.shapes import BENCH_SHAPES, CHECK_SHAPES, DEEP_CHECK_SHAPE, GPU_CHECK_SHAPES
 
 __all__ = [
     "BENCH_SHAPES",
     "CHECK_SHAPES",
+    "DEEP_CHECK_SHAPE",
     "DISTRIBUTIONS",
     "GOLDEN",
     "GPU_CHECK_SHAPES",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from qformats import FORMATS, SUPER
-from reference import CHECK_SHAPES, GOLDEN, GPU_CHECK_SHAPES
+from reference import CHECK_SHAPES, DEEP_CHECK_SHAPE, GOLDEN, GPU_CHECK_SHAPES
 from steps.checks.select import ALL_FORMATS, UsageError
-from steps.contract import Size
+from steps.contract import Kernel, Size, Step
 
 SIMULATOR_LIMIT: Final = 2**20
 """The most M * N * K that the simulator accepts: about a minute of Python per step."""
@@ -67,10 +67,11 @@ def cases(
     distribution: str | None = None,
     seed: int = 0,
     order: int | None = None,
-    most_k: int | None = None,
+    step: Kernel | None = None,
 ) -> tuple[Case, ...]:
     """The problems of a format: one shape, or the machine's check shapes, the golden case and one
-    of the largest sums. most_k: the largest K of a step whose integer sums run over K.
+    of the largest sums. step: for which they are, if they are for one: its largest sums may run
+    over K, and in the simulator a kernel of few tokens has a deeper K than others.
 
     quick: a third of the shapes, another third for the next format. small: a GPU gets the
     simulator's shapes too (for tools that slow it down a hundredfold).
@@ -85,7 +86,7 @@ def cases(
                 f"simulator, which does some ten thousand a second: use at most {SIMULATOR_LIMIT}"
             )
         return (Case(shape, distribution or "normal", seed, order or 0),)
-    shapes = _check_shapes(format_name, simulated or small)
+    shapes = _check_shapes(format_name, simulated or small, step)
     if quick:
         shapes = shapes[ALL_FORMATS.index(format_name) % QUICK :: QUICK]
     drawn = itertools.cycle((distribution,) if distribution else DISTRIBUTION_CYCLE)
@@ -97,7 +98,7 @@ def cases(
     if distribution is not None:
         return tuple(regular)
     golden = [Case((1, 1, 32), "golden", 0, order or 0)] if format_name in GOLDEN else []
-    extreme = extreme_case(format_name, most_k, simulated or small)
+    extreme = extreme_case(format_name, step and step.most_k, simulated or small)
     return (*golden, replace(extreme, seed=seed, order=order or 0), *regular)
 
 
@@ -110,15 +111,24 @@ def extreme_case(format_name: str, most_k: int | None, small: bool) -> Case:
     return Case((*EXTREME, depth), "extreme")
 
 
-def _check_shapes(format_name: str, small: bool) -> tuple[Size, ...]:
+def _check_shapes(format_name: str, small: bool, step: Kernel | None) -> tuple[Size, ...]:
     size = FORMATS[format_name].elements
     shapes = CHECK_SHAPES if small else GPU_CHECK_SHAPES
+    if small and step is not None and of_few_tokens(step):
+        shapes = (*CHECK_SHAPES[:-1], DEEP_CHECK_SHAPE)
     if size < SUPER:
         return tuple(dict.fromkeys((m, n, -(-k // size) * size) for m, n, k in shapes))
     if small:
         return SUPER_CHECK_SHAPES
     rounded = ((m, n, -(-k // SUPER) * SUPER) for m, n, k in shapes if k >= SUPER)
     return (*SUPER_CHECK_SHAPES, *rounded)
+
+
+def of_few_tokens(kernel: Kernel) -> bool:
+    """Whether it is a kernel of decode."""
+    if isinstance(kernel, Step):
+        return kernel.branch == "decode"
+    return kernel.most_tokens is not None
 
 
 def require_depth(format_name: str, k: int) -> None:

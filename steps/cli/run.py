@@ -126,7 +126,7 @@ def checked(
             distribution=args.dist,
             seed=args.seed,
             order=order,
-            most_k=work.step.most_k,
+            step=work.step,
         )
 
     cases_of(works[0])  # a request that cannot be met is refused before anything runs

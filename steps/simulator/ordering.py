@@ -25,6 +25,7 @@ An *access* is a clock and a slot in one number. Lists are shared by many thread
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 Block = Any  # of steps.simulator.lanes, which imports this module
@@ -109,7 +110,7 @@ class Gathered:
         self.known[lane.index] = self.known[lane.loads] = lane.access >> SLOT_BITS
         _raise_to(self.known, lane.own)
         if lane.elsewhere is not None:
-            self.elsewhere = _both(self.elsewhere, lane.elsewhere)
+            self.elsewhere = lane.block.order.both(self.elsewhere, lane.elsewhere)
 
 
 class Order:
@@ -117,6 +118,7 @@ class Order:
 
     __slots__ = (
         "_memory",
+        "_memory_of_blocks",
         "block",
         "fenced",
         "first_warp",
@@ -137,7 +139,9 @@ class Order:
         self.proxied = Gathered()  # and fence_proxy_async to asynchronous operations
         self.names: dict[int, str] = {}  # of the slots of mbarriers
         self.sites: dict[int, Any] = {}  # access of an asynchronous operation -> where it was made
+        # by the identities of two, what both know
         self._memory: dict[tuple[int, int], tuple[Known, Known, Epoch]] = {}
+        self._memory_of_blocks: dict[tuple[int, int], tuple[Elsewhere, Elsewhere, Elsewhere]] = {}
 
     def new_slot(self, name: str) -> int:
         """A slot for one more mbarrier."""
@@ -153,14 +157,15 @@ class Order:
     def meet(self, lanes: list[Lane]) -> None:
         """A barrier of these threads: each knows afterwards what any of them knew."""
         known = _joined({id(lane.known): lane.known for lane in lanes}.values())
-        elsewhere = None
+        others: dict[int, Elsewhere] = {}  # by identity: most threads know the same of other blocks
         for lane in lanes:
             known[lane.index] = known[lane.loads] = lane.access >> SLOT_BITS
             if lane.own:
                 _raise_to(known, lane.own)
                 lane.own = {}
             if lane.elsewhere is not None:
-                elsewhere = _both(elsewhere, lane.elsewhere)
+                others[id(lane.elsewhere)] = lane.elsewhere
+        elsewhere = reduce(self.both, others.values()) if others else None
         epoch = Epoch(known)
         for lane in lanes:
             lane.known, lane.elsewhere, lane.epoch = known, elsewhere, epoch
@@ -198,7 +203,21 @@ class Order:
         is_next = lane.access >> SLOT_BITS == lane.known[lane.loads] + 1
         lane.epoch = epoch if is_next else None
         if elsewhere is not None:
-            lane.elsewhere = _both(lane.elsewhere, elsewhere)
+            lane.elsewhere = self.both(lane.elsewhere, elsewhere)
+
+    def both(self, a: Elsewhere | None, b: Elsewhere) -> Elsewhere:
+        """What two threads know of other blocks; `a` itself where it holds all that `b` does."""
+        if a is None or a is b:
+            return b
+        key = id(a), id(b)
+        found = self._memory_of_blocks.get(key)
+        if found is None:
+            if len(self._memory_of_blocks) > _REMEMBERED:
+                self._memory_of_blocks.clear()
+            seen, read = _merged(a.seen, b.seen), _merged(a.read, b.read)
+            both = a if (seen, read) == (a.seen, a.read) else Elsewhere(seen, read)
+            found = self._memory_of_blocks[key] = a, b, both
+        return found[2]
 
     def fence(self, lane: Lane) -> None:
         """`fence`: what the thread knows, other blocks may know that see its next atomics; what its
@@ -300,10 +319,8 @@ def _raise_to(known: Known, own: dict[int, int]) -> None:
 
 
 def _merged(a: dict[int, Known], b: dict[int, Known]) -> dict[int, Known]:
-    return {block: _joined((a.get(block, []), b.get(block, []))) for block in a.keys() | b.keys()}
-
-
-def _both(a: Elsewhere | None, b: Elsewhere) -> Elsewhere:
-    if a is None or a is b:
-        return b
-    return Elsewhere(_merged(a.seen, b.seen), _merged(a.read, b.read))
+    both = b | a
+    for block in a.keys() & b.keys():
+        if a[block] is not b[block]:
+            both[block] = _joined((a[block], b[block]))
+    return both

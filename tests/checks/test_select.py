@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reference import DEEP_CHECK_SHAPE
 from steps.checks.cases import DISTRIBUTION_CYCLE, ORDERS, cases
 from steps.checks.select import UsageError, select, with_parents
 from steps.registry import find, kernel_of, kernels, ladder
@@ -69,9 +70,17 @@ def test_cases_go_round_distributions_and_orders() -> None:
     regular = cases("q4_0", simulated=True)[2:]
     assert {case.distribution for case in regular} == set(DISTRIBUTION_CYCLE)
     assert {case.order for case in regular} == set(ORDERS)
-    deep = cases("q4_k", simulated=False, most_k=find(15).most_k)[0]
+    deep = cases("q4_k", simulated=False, step=find(15))[0]
     assert (deep.distribution, deep.shape) == ("extreme", (4, 4, 132096))
     fixed = cases("q4_0", simulated=True, distribution="llm", order=7, seed=3)
     assert {case.distribution for case in fixed} == {"llm"}
     assert {case.order for case in fixed} == {7}
     assert fixed[0].seed == 3
+
+
+def test_a_kernel_of_few_tokens_has_a_deeper_k_in_the_simulator() -> None:
+    """Its warps share K, and each has a ring of its own."""
+    for step, depth in ((find(14), 672), (find(17), 4256), (kernel_of(18), 4256)):
+        shapes = [case.shape for case in cases("q4_0", simulated=True, step=step)]
+        assert max(k for _, _, k in shapes) == depth, step.name
+    assert DEEP_CHECK_SHAPE in [case.shape for case in cases("q4_0", simulated=False)]

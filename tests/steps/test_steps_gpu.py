@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_right_on_every_check_shape(step: Kernel, family: Family, name: str) -> None:
     outcomes = check_works(
         [Work(step, family, name)],
-        lambda _: cases(name, simulated=False, most_k=step.most_k),
+        lambda _: cases(name, simulated=False, step=step),
         lambda order: Gpu(),
     )
     assert outcomes.each[0].cases == 2 + len(GPU_CHECK_SHAPES)  # and golden, extreme

@@ -39,7 +39,7 @@ def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
     parts = 3 if isinstance(step, Step) else 2
 
     def some(work: Work) -> tuple[Case, ...]:
-        golden, extreme, *others = cases(name, simulated=True, most_k=step.most_k)
+        golden, extreme, *others = cases(name, simulated=True, step=step)
         assert extreme.distribution == "extreme"
         return (golden, extreme, *others[turn % parts :: parts])
 
