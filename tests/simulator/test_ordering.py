@@ -550,6 +550,34 @@ def test_a_fence_adds_to_what_one_before_it_showed():
     assert out[2] == 14
 
 
+@pytest.mark.parametrize("barrier", [block_barrier, named_barrier])
+def test_a_barrier_hands_on_what_each_thread_knows_of_other_blocks(barrier):
+    """Threads 0 and 1 wait for one block each; without the first wait nobody knows of block 0."""
+
+    def make(right):
+        @cuda.jit
+        def kernel(out):
+            t, block = cuda.threadIdx.x, cuda.blockIdx.x
+            if block < 2:
+                if t == 0:
+                    store_u32(out, block, 7)
+                    fence()
+                    cuda.atomic.add(out, 8 + block, 1)
+            else:
+                if t < 2 and (right or t == 1):
+                    cuda.atomic.add(out, 8 + t, 1)
+                    fence()
+                barrier(t)
+                out[16 + t] = load_u32(out, 0) + load_u32(out, 1)
+
+        return kernel
+
+    simulate(make(True), 3, 32, (out := np.zeros(1024, np.uint32),))
+    np.testing.assert_array_equal(out[16:48], 14)
+    with pytest.raises(Race, match="a load of byte 0 of out, to which thread 0 of block number 0"):
+        simulate(make(False), 3, 32, (np.zeros(1024, np.uint32),))
+
+
 def test_two_blocks_store_to_one_place():
     @cuda.jit
     def kernel(out):
