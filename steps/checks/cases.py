@@ -98,7 +98,7 @@ def cases(
     if distribution is not None:
         return tuple(regular)
     golden = [Case((1, 1, 32), "golden", 0, order or 0)] if format_name in GOLDEN else []
-    extreme = extreme_case(format_name, step and step.most_k, simulated or small)
+    extreme = extreme_case(format_name, step.most_k if step else None, simulated or small)
     return (*golden, replace(extreme, seed=seed, order=order or 0), *regular)
 
 
