@@ -93,19 +93,22 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
     load, fragment, scale, minimum = weights.load, weights.fragment, weights.scale, weights.minimum
     scales_at, minima_at = weights.scales_at, weights.minima_at
     mma = mma_m16n8k32_u8 if has_minimum else mma_m16n8k32_s8
-    n_words = FORMATS[format_name].bits  # that a lane loads of half a packed tile
-    columns = BLOCK_M // 8  # mma of a warp side by side along the tokens
-    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns  # registers for sums, for B fragments
-    n_rows = 2 * ROW_TILES  # features of a lane
+    n_words = FORMATS[format_name].bits  # 4, 5 or 8 that a lane loads of half a packed tile
+    token_groups = BLOCK_M // 8  # of 8 tokens, the columns of an mma
+    n_acc = 4 * ROW_TILES * token_groups  # registers for sums
+    n_b = 2 * token_groups  # registers for B fragments of a block of K
+    n_features = 2 * ROW_TILES  # features of a lane
     # Bytes of the parts of a stage, and where they begin
-    w_bytes, s_row = TILE_GROUP * tile_bytes, 4 * (BLOCK_M + 8)
-    d_at = w_bytes + BLOCK_M * TILE_K
-    s_at = d_at + 4 * BLOCKS * BLOCK_M
-    stage_bytes = s_at + (BLOCKS * s_row if has_minimum else 0)
+    w_bytes = TILE_GROUP * tile_bytes
+    d_begin = w_bytes + BLOCK_M * TILE_K
+    s_begin = d_begin + 4 * BLOCKS * BLOCK_M
+    s_block_bytes = 4 * (BLOCK_M + 8)  # from s of one block to s of the next
+    stage_bytes = s_begin + (BLOCKS * s_block_bytes if has_minimum else 0)
     stages = max(2, min(MOST_STAGES, most_bytes // stage_bytes))
-    last_stage = (stages - 1) * stage_bytes
-    w_chunks = w_bytes // (THREADS * CHUNK) * (THREADS * CHUNK)  # with 16 bytes for every thread
-    rows = THREADS // BLOCK_M  # chunks or blocks of each token that all threads copy at once: 2
+    last_stage_at = (stages - 1) * stage_bytes
+    # Bytes of the weights that go by 16, as many for every thread; the rest goes by 4
+    w_by_16 = w_bytes // (THREADS * CHUNK) * (THREADS * CHUNK)
+    at_once = THREADS // BLOCK_M  # chunks or blocks of every token that all threads copy at once
 
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
@@ -114,69 +117,74 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
         """Where this thread reads its part of the tile's first 128 K: a byte of w, elements of qa
         [K/16, M, 16] and of ds [K/32, M, 2]. Tokens beyond M, where nobody looks, repeat the last
         one; beyond K everything is zero."""
-        row = int64(t // BLOCK_M) * M + min(int32(m0 + t % BLOCK_M), M - 1)
-        w_byte = int64(int32(cuda.blockIdx.x * steps)) * w_bytes + t * CHUNK
-        return w_byte, row * CHUNK, row * 2
+        first = int64(t // BLOCK_M) * M + min(int32(m0 + t % BLOCK_M), M - 1)
+        w_at = int64(int32(cuda.blockIdx.x * steps)) * w_bytes + t * CHUNK
+        return w_at, first * CHUNK, first * 2
 
     @cuda.jit(device=True, forceinline=True)
     def next_source(source, M):
         """The same for the next 128 K. A sum costs less than to find all three anew."""
-        w_byte, code, scale = source
-        return w_byte + w_bytes, code + int64(M) * TILE_K, scale + int64(M) * (2 * BLOCKS)
+        w_at, qa_at, ds_at = source
+        return w_at + w_bytes, qa_at + int64(M) * TILE_K, ds_at + int64(M) * (2 * BLOCKS)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_stage(shared, stage, w, qa, ds, source, step, steps, M, t):
-        """Issue the copies of 128 K, step `step` of `steps`, to byte `stage` of the ring, and close
-        them into a group. Beyond the last step a group is empty, so that groups can be counted."""
+    def copy_stage(shared, stage_at, w, qa, ds, source, step, steps, M, t):
+        """Issue the copies of 128 K, step `step` of `steps`, to the stage at byte `stage_at`, and
+        close them into a group. Beyond the last step a group is empty: waits count groups."""
         if step < steps:
-            w_byte, code, scale = source
+            w_at, qa_at, ds_at = source
             # --- W: one piece of memory. The last 1 KB of Q4_0, Q5_0 and Q8_0 goes by 4
             # bytes: 16 for half of the threads would need a branch, which costs more
-            for i in range(0, w_chunks, THREADS * CHUNK):
-                cp_async_16(shared, stage + i + t * CHUNK, w, w_byte + i)
-            for i in range(w_chunks, w_bytes, THREADS * 4):
-                cp_async_4(shared, stage + i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
-            # --- A: each turn copies `rows` chunks of every token, one chunk a thread; then the d
-            # (and s) of `rows` blocks likewise
-            for i in range(0, CHUNKS, rows):
-                destination = stage + w_bytes + (i * BLOCK_M + t) * CHUNK
-                cp_async_16(shared, destination, qa, code + int64(M * CHUNK) * i)
-            for i in range(0, BLOCKS, rows):
+            for i in range(0, w_by_16, THREADS * CHUNK):
+                cp_async_16(shared, stage_at + i + t * CHUNK, w, w_at + i)
+            for i in range(w_by_16, w_bytes, THREADS * 4):
+                cp_async_4(
+                    shared, stage_at + i + t * 4, w, w_at + (i - t * (CHUNK - 4))
+                )  # w_at has 16 t
+            # --- A: each turn copies `at_once` chunks of every token, one a thread; then the d
+            # (and s) of `at_once` blocks likewise
+            for i in range(0, CHUNKS, at_once):
+                destination = stage_at + w_bytes + (i * BLOCK_M + t) * CHUNK
+                cp_async_16(shared, destination, qa, qa_at + int64(M * CHUNK) * i)
+            for i in range(0, BLOCKS, at_once):
                 place = (i + t // BLOCK_M) * BLOCK_M + place_of(t % BLOCK_M)
-                destination = stage + d_at + 4 * place
-                cp_async_4(shared, destination, ds, scale + int64(M * 2) * i)
+                destination = stage_at + d_begin + 4 * place
+                cp_async_4(shared, destination, ds, ds_at + int64(M * 2) * i)
                 if has_minimum:
-                    destination = stage + s_at + (i + t // BLOCK_M) * s_row + t % BLOCK_M * 4
-                    cp_async_4(shared, destination, ds, scale + int64(M * 2) * i + 1)
+                    destination = stage_at + s_begin + (i + t // BLOCK_M) * s_block_bytes
+                    destination += t % BLOCK_M * 4
+                    cp_async_4(shared, destination, ds, ds_at + int64(M * 2) * i + 1)
         cp_async_commit()
 
     @cuda.jit(device=True, forceinline=True)
-    def load_weights(words, shared, tile, lane, half):
-        """The words of 64 K of the warp's packed tiles, which begin at byte `tile`."""
+    def load_weights(words, shared, tile_at, lane, half):
+        """The words of 64 K of the warp's packed tiles, which begin at byte `tile_at`."""
         for i in range(ROW_TILES):
-            x = load(shared, tile + i * tile_bytes, lane, half)
+            x = load(shared, tile_at + i * tile_bytes, lane, half)
             for j in range(n_words):
                 words[i, j] = x[j]
 
     @cuda.jit(device=True, forceinline=True)
-    def load_scales(scales, shared, tile, lane):
+    def load_scales(scales, shared, tile_at, lane):
         """The scales of 128 K of the warp's packed tiles."""
         for i in range(ROW_TILES):
-            x = load_u32x4(shared, tile + i * tile_bytes + scales_at + 16 * (lane >> 2))
+            x = load_u32x4(shared, tile_at + i * tile_bytes + scales_at + 16 * (lane >> 2))
             scales[i, 0], scales[i, 1], scales[i, 2], scales[i, 3] = x
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(b, shared, chunk, block):
-        """The B fragments of a block of K. `chunk`: the byte of this lane's row in block 0."""
+    def load_tokens(b, shared, chunk_at, block):
+        """The B fragments of a block of K. `chunk_at`: the byte of this lane's row in
+        block 0."""
         for j in range(0, n_b, 4):
-            x = ldmatrix_x4(shared, chunk + (2 * block * BLOCK_M + 4 * j) * CHUNK)
+            x = ldmatrix_x4(shared, chunk_at + (2 * block * BLOCK_M + 4 * j) * CHUNK)
             b[j], b[j + 1], b[j + 2], b[j + 3] = x
 
     @cuda.jit(device=True, forceinline=True)
-    def load_token_scales(token_scales, shared, d, block):
-        """d of the tokens of this lane's sums, for a block of K. `d`: the byte of its first."""
+    def load_token_scales(token_scales, shared, d_at, block):
+        """d of the tokens of this lane's sums, for a block of K. `d_at`: the byte of its first in
+        block 0."""
         for j in range(0, n_b, 4):
-            x = load_f32x4(shared, d + 4 * (block * BLOCK_M + 4 * j))
+            x = load_f32x4(shared, d_at + 4 * (block * BLOCK_M + 4 * j))
             token_scales[j], token_scales[j + 1], token_scales[j + 2], token_scales[j + 3] = x
 
     @cuda.jit(device=True, forceinline=True)
@@ -185,33 +193,34 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
         for i in range(ROW_TILES):
             # --- codes -> bytes
             a0, a1, a2, a3 = fragment(words[i], block & 1)
-            d = scale(scales[i, block // 2], block & 1)
-            d8 = scale(scales[i, 2 + block // 2], block & 1)
-            for j in range(columns):
+            d_g = scale(scales[i, block // 2], block & 1)
+            d_g8 = scale(scales[i, 2 + block // 2], block & 1)
+            for j in range(token_groups):
                 # --- registers -> tensor cores
                 c0, c1, c2, c3 = mma(a0, a1, a2, a3, b[2 * j], b[2 * j + 1], 0, 0, 0, 0)
 
                 # --- scale the four sums, add them up
-                r, da, da1 = 4 * (i * columns + j), token_scales[2 * j], token_scales[2 * j + 1]
-                acc[r] += d * da * float32(c0)
-                acc[r + 1] += d * da1 * float32(c1)
-                acc[r + 2] += d8 * da * float32(c2)
-                acc[r + 3] += d8 * da1 * float32(c3)
+                r = 4 * (i * token_groups + j)
+                da, da1 = token_scales[2 * j], token_scales[2 * j + 1]
+                acc[r] += d_g * da * float32(c0)
+                acc[r + 1] += d_g * da1 * float32(c1)
+                acc[r + 2] += d_g8 * da * float32(c2)
+                acc[r + 3] += d_g8 * da1 * float32(c3)
 
     @cuda.jit(device=True, forceinline=True)
-    def add_minima(acc, shared, tile, s, lane):
-        """acc += m * s of all four blocks. `s`: the byte of s of block t and token g."""
+    def add_minima(acc, shared, tile_at, s_at, lane):
+        """acc += m * s of all four blocks. `s_at`: the byte of s of block t and token g."""
         for i in range(ROW_TILES):
-            first = tile + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
-            m = as_bits(minimum(load_u16(shared, first), 0))  # of row g
-            m8 = as_bits(minimum(load_u16(shared, first + 8), 0))
-            for j in range(columns):
-                x = load_f32(shared, s + 32 * j)
-                upper = as_bits(x) & uint32(TF32)
-                lower = as_bits(x - as_float(upper))
-                r = 4 * (i * columns + j)
+            first = tile_at + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
+            min_g = as_bits(minimum(load_u16(shared, first), 0))  # of row g
+            min_g8 = as_bits(minimum(load_u16(shared, first + 8), 0))
+            for j in range(token_groups):
+                s = load_f32(shared, s_at + 32 * j)
+                upper = as_bits(s) & uint32(TF32)
+                lower = as_bits(s - as_float(upper))
+                r = 4 * (i * token_groups + j)
                 x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
-                y = mma_m16n8k8_tf32(m, m8, m, m8, upper, lower, x0, x1, x2, x3)
+                y = mma_m16n8k8_tf32(min_g, min_g8, min_g, min_g8, upper, lower, x0, x1, x2, x3)
                 acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = y
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
@@ -229,9 +238,10 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
         n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * BLOCK_M)
         # Where in a stage this lane reads. Lane 8i + r addresses row r of ldmatrix's matrix i:
         # chunk i & 1, tokens from 8 (i >> 1) on
-        tile = warp * (ROW_TILES * tile_bytes)
-        chunk = w_bytes + ((lane >> 3 & 1) * BLOCK_M + (lane >> 4) * 8 + (lane & 7)) * CHUNK
-        d, s = d_at + 16 * (lane & 3), s_at + (lane & 3) * s_row + 4 * (lane >> 2)
+        tile_at = warp * (ROW_TILES * tile_bytes)
+        chunk_at = w_bytes + ((lane >> 3 & 1) * BLOCK_M + (lane >> 4) * 8 + (lane & 7)) * CHUNK
+        d_at = d_begin + 16 * (lane & 3)
+        s_at = s_begin + (lane & 3) * s_block_bytes + 4 * (lane >> 2)
         for i in range(n_acc):
             acc[i] = 0
 
@@ -244,54 +254,55 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
         # --- wait for the first stage, load its first fragments
         wait_for_first()
         cuda.syncthreads()
-        stage = int32(0)  # its first byte in the ring
-        load_weights(words, shared, tile, lane, 0)
-        load_scales(scales, shared, tile, lane)
-        load_tokens(b_even, shared, chunk, 0)
+        stage_at = int32(0)  # its first byte in the ring
+        load_weights(words, shared, tile_at, lane, 0)
+        load_scales(scales, shared, tile_at, lane)
+        load_tokens(b_even, shared, chunk_at, 0)
         for step in range(steps):
             # --- multiply, while the tokens of the next block are loaded
-            load_token_scales(token_scales, shared, stage + d, 0)
-            load_tokens(b_odd, shared, stage + chunk, 1)
+            load_token_scales(token_scales, shared, stage_at + d_at, 0)
+            load_tokens(b_odd, shared, stage_at + chunk_at, 1)
             multiply(acc, words, b_even, token_scales, scales, 0)
-            load_token_scales(token_scales, shared, stage + d, 1)
-            load_tokens(b_even, shared, stage + chunk, 2)
+            load_token_scales(token_scales, shared, stage_at + d_at, 1)
+            load_tokens(b_even, shared, stage_at + chunk_at, 2)
             multiply(acc, words, b_odd, token_scales, scales, 1)
-            load_weights(words, shared, stage + tile, lane, 1)
-            load_token_scales(token_scales, shared, stage + d, 2)
-            load_tokens(b_odd, shared, stage + chunk, 3)
+            load_weights(words, shared, stage_at + tile_at, lane, 1)
+            load_token_scales(token_scales, shared, stage_at + d_at, 2)
+            load_tokens(b_odd, shared, stage_at + chunk_at, 3)
             multiply(acc, words, b_even, token_scales, scales, 2)
             if has_minimum:
-                add_minima(acc, shared, stage + tile, stage + s, lane)
-            load_token_scales(token_scales, shared, stage + d, 3)
+                add_minima(acc, shared, stage_at + tile_at, stage_at + s_at, lane)
+            load_token_scales(token_scales, shared, stage_at + d_at, 3)
 
             # --- wait for the next stage, and until all have read this one: load the next first
             # fragments, refill this one
             wait_for_next()  # what this thread has copied: all but its newest stages - 2 groups
             cuda.syncthreads()
-            previous, stage = stage, int32(stage + stage_bytes if stage < last_stage else 0)
-            load_tokens(b_even, shared, stage + chunk, 0)
-            copy_stage(shared, previous, w, qa, ds, source, int32(step + stages), steps, M, t)
+            previous_at = stage_at
+            stage_at = int32(stage_at + stage_bytes if stage_at < last_stage_at else 0)
+            load_tokens(b_even, shared, stage_at + chunk_at, 0)
+            copy_stage(shared, previous_at, w, qa, ds, source, int32(step + stages), steps, M, t)
             source = next_source(source, M)
 
             # --- multiply the last block, load the next stage's first weights
             multiply(acc, words, b_odd, token_scales, scales, 3)
-            load_weights(words, shared, stage + tile, lane, 0)
-            load_scales(scales, shared, stage + tile, lane)
+            load_weights(words, shared, stage_at + tile_at, lane, 0)
+            load_scales(scales, shared, stage_at + tile_at, lane)
 
         # --- registers -> global. The compiler keeps a load behind the stores above it, so the row
         # scales are loaded first; they go on to the end of the tile
         m, n = int32(m0 + 2 * (lane & 3)), int32(n0 + WARP_N * warp + (lane >> 2))
-        factors = cuda.local.array(n_rows, float32)
-        for i in range(n_rows):
-            factors[i] = load_f32(row_scales, n + 8 * i)
-        for j in range(columns):
+        lane_row_scales = cuda.local.array(n_features, float32)
+        for i in range(n_features):
+            lane_row_scales[i] = load_f32(row_scales, n + 8 * i)
+        for j in range(token_groups):
             for odd in range(2):
                 token = int32(m + 8 * j + odd)
-                for i in range(n_rows):
+                for i in range(n_features):
                     feature = int32(n + 8 * i)
                     if token < M and feature < N:
-                        x = acc[4 * (i // 2 * columns + j) + 2 * (i % 2) + odd]
-                        store_f32(c, int64(token) * N + feature, x * factors[i])
+                        x = acc[4 * (i // 2 * token_groups + j) + 2 * (i % 2) + odd]
+                        store_f32(c, int64(token) * N + feature, x * lane_row_scales[i])
 
     return w4a8_cp_async, stages * stage_bytes
 

@@ -97,57 +97,62 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
     of two stages at least; its bytes of shared memory)."""
     weights = half_weights(format_name)
     tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
+    # Words that a lane loads of half a packed tile: codes, fifth bits, scales, minima
     n_words = FORMATS[format_name].bits + (4 if format_name in ("q4_1", "q5_1") else 2)
     # A stage: K 0..63 of A, K 64..127 of A, then the packed tiles in one piece, as they lie in W
-    a_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of half a stage; of a stage
-    stage_bytes = 2 * a_bytes + w_bytes
-    # One is multiplied while others are copied; with more than most_bytes an SM holds one block
+    a_half_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of 64 K; of 128 K
+    stage_bytes = 2 * a_half_bytes + w_bytes
+    # Two at least: one is multiplied while the other is copied. If these take more than
+    # most_bytes, an SM holds one thread block
     stages = max(2, min(MOST_STAGES, most_bytes // stage_bytes))
-    last_stage = (stages - 1) * stage_bytes
-    columns = block_m // 8  # mma of a warp side by side along the tokens
-    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns  # registers for sums, for B fragments
+    last_stage_at = (stages - 1) * stage_bytes
+    token_groups = block_m // 8  # of 8 tokens, the columns of an mma
+    n_acc = 4 * ROW_TILES * token_groups  # registers for sums
+    n_b = 2 * token_groups  # registers for B fragments of 16 K
     shared_bytes = max(stages * stage_bytes, 2 * block_m * C_ROW * 4)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_stage(ring, stage, a, w, m0, step, steps, t):
-        """Issue the copies of 128 K, step `step` of `steps`, to byte `stage` of the ring, and close
-        them into a group. Beyond the last step a group is empty, so that groups can be counted."""
+    def copy_stage(shared, stage_at, a, w, m0, step, steps, t):
+        """Issue the copies of 128 K, step `step` of `steps`, to the stage at byte `stage_at`, and
+        close them into a group. Beyond the last step a group is empty: waits count groups."""
         if step < steps:
             # --- A: 16 threads copy 256 bytes of a token, 8 tokens at a time. Beyond M and K they
             # write zeros: weights beyond K are zeros too, but 0 * NaN would be NaN
             M, K = int32(a.shape[0]), int32(a.shape[1])
             row, chunk = int32(t >> 4), int32(t & 15)
             k = int32(step * BLOCK_K + 8 * chunk)
-            destination = stage + (chunk >> 3) * a_bytes + row * A_ROW
+            destination = stage_at + (chunk >> 3) * a_half_bytes + row * A_ROW
             destination += ((chunk ^ row) & 7) * CHUNK
-            rows = int32(M - m0 - row) if k < K else int32(0)  # that are not beyond
-            source, stride = int64(m0 + row) * K + k, int64(THREADS // 16) * K
+            # Tokens inside of A, from this thread's first one on
+            tokens_left = int32(M - m0 - row) if k < K else int32(0)
+            a_at, stride = int64(m0 + row) * K + k, int64(THREADS // 16) * K
             for i in range(0, block_m, THREADS // 16):
-                size = uint32(CHUNK if int32(i) < rows else 0)  # bytes to read; the rest is zeros
-                cp_async_16_zfill(ring, destination + i * A_ROW, a, source, size)
-                source += stride
+                size = uint32(CHUNK if int32(i) < tokens_left else 0)  # bytes to read, else zeros
+                cp_async_16_zfill(shared, destination + i * A_ROW, a, a_at, size)
+                a_at += stride
             # --- W: one piece of memory. The first test, of constants, saves the second
-            first = int64(cuda.blockIdx.x * steps + step) * w_bytes
+            w_at = int64(cuda.blockIdx.x * steps + step) * w_bytes
             for i in range(0, w_bytes, THREADS * CHUNK):
                 if i + THREADS * CHUNK <= w_bytes or t * CHUNK < w_bytes - i:
                     byte = i + t * CHUNK
-                    cp_async_16(ring, stage + 2 * a_bytes + byte, w, first + byte)
+                    cp_async_16(shared, stage_at + 2 * a_half_bytes + byte, w, w_at + byte)
         cp_async_commit()
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(b, ring, chunk, k16):
-        """The B fragments of 16 K, k16 = 0 to 3 of 64. `chunk`: the byte of this lane's chunk of
-        k16 = 0. The bits of k16 meet the swizzle by XOR, as they met those of the row."""
+    def load_tokens(b, shared, chunk_at, k16):
+        """The B fragments of 16 K, k16 = 0 to 3 of 64. `chunk_at`: the byte of this lane's chunk
+        for k16 = 0, which is chunk 0 or 1 of its row r, at place (0 or 1) ^ (r & 7). Chunk 2 k16
+        or 2 k16 + 1 lies 2 k16 places from there by XOR, and a place has 16 bytes."""
         for j in range(0, n_b, 4):
-            x = ldmatrix_x4(ring, (chunk ^ (32 * k16)) + 4 * j * A_ROW)
+            x = ldmatrix_x4(shared, (chunk_at ^ (32 * k16)) + 4 * j * A_ROW)
             b[j], b[j + 1], b[j + 2], b[j + 3] = x
 
     @cuda.jit(device=True, forceinline=True)
-    def load_weights(words, ring, tile, lane, half):
-        """The words of 64 K of the warp's packed tiles, which begin at byte `tile` of the ring."""
+    def load_weights(words, shared, tile_at, lane, half):
+        """The words of 64 K of the warp's packed tiles, which begin at byte `tile_at`."""
         for i in range(ROW_TILES):
-            x = load(ring, tile + i * tile_bytes, lane, half)
+            x = load(shared, tile_at + i * tile_bytes, lane, half)
             for j in range(n_words):
                 words[i, j] = x[j]
 
@@ -157,8 +162,8 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
         for i in range(ROW_TILES):
             # --- codes -> float16 -> tensor cores
             a0, a1, a2, a3 = fragment(words[i], k16)
-            for j in range(columns):
-                r = 4 * (i * columns + j)
+            for j in range(token_groups):
+                r = 4 * (i * token_groups + j)
                 x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
                 x = mma_m16n8k16_f16(a0, a1, a2, a3, b[2 * j], b[2 * j + 1], x0, x1, x2, x3)
                 acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = x
@@ -167,60 +172,60 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
     def w4a16_mma(w, row_scales, a, c):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles. a
         and c are float16 and begin at multiples of 16 bytes; K is a multiple of 32."""
-        ring = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         sums = cuda.shared.array(0, float32, alignment=1024)  # the same memory, when K is done
         acc = cuda.local.array(n_acc, float32)
         words = cuda.local.array((ROW_TILES, n_words), uint32)
         b_even, b_odd = cuda.local.array(n_b, uint32), cuda.local.array(n_b, uint32)
         t = int32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
-        half, n_warp = warp >> 1, (warp & 1) * WARP_N
+        half, first_n = warp >> 1, (warp & 1) * WARP_N  # of K; the warp's first feature
         n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * block_m)
         steps = int32((int32(a.shape[1]) + (BLOCK_K - 1)) // BLOCK_K)
         # Where in a stage this lane reads. Lane 8i + r addresses row r of ldmatrix's matrix i:
         # chunk i & 1, tokens from 8 (i >> 1) on
-        tile = 2 * a_bytes + (n_warp // TILE_ROWS) * tile_bytes
-        chunk = half * a_bytes + ((lane >> 4) * 8 + (lane & 7)) * A_ROW
-        chunk += ((lane >> 3 & 1) ^ (lane & 7)) * CHUNK
+        tile_at = 2 * a_half_bytes + (first_n // TILE_ROWS) * tile_bytes
+        chunk_at = half * a_half_bytes + ((lane >> 4) * 8 + (lane & 7)) * A_ROW
+        chunk_at += ((lane >> 3 & 1) ^ (lane & 7)) * CHUNK
         for i in range(n_acc):
             acc[i] = 0
 
         # --- issue the copies of all stages
         for step in range(stages):
-            copy_stage(ring, step * stage_bytes, a, w, m0, step, steps, t)
+            copy_stage(shared, step * stage_bytes, a, w, m0, step, steps, t)
 
         # --- wait for the first stage, load its first fragments
         wait_for_first()
         cuda.syncthreads()
-        stage = int32(0)  # its first byte in the ring
-        load_weights(words, ring, tile, lane, half)
-        load_tokens(b_even, ring, chunk, 0)
+        stage_at = int32(0)  # its first byte in the ring
+        load_weights(words, shared, tile_at, lane, half)
+        load_tokens(b_even, shared, chunk_at, 0)
         for step in range(steps):
             # --- multiply, while the tokens of the next 16 K are loaded
-            load_tokens(b_odd, ring, stage + chunk, 1)
+            load_tokens(b_odd, shared, stage_at + chunk_at, 1)
             multiply(acc, words, b_even, 0)
-            load_tokens(b_even, ring, stage + chunk, 2)
+            load_tokens(b_even, shared, stage_at + chunk_at, 2)
             multiply(acc, words, b_odd, 1)
-            load_tokens(b_odd, ring, stage + chunk, 3)
+            load_tokens(b_odd, shared, stage_at + chunk_at, 3)
             multiply(acc, words, b_even, 2)
 
             # --- wait for the next stage, and until all have read this one: then refill it
             wait_for_next()  # what this thread has copied: all but its newest stages - 2 groups
             cuda.syncthreads()
-            copy_stage(ring, stage, a, w, m0, int32(step + stages), steps, t)
-            stage = int32(stage + stage_bytes if stage < last_stage else 0)
+            copy_stage(shared, stage_at, a, w, m0, int32(step + stages), steps, t)
+            stage_at = int32(stage_at + stage_bytes if stage_at < last_stage_at else 0)
 
             # --- multiply the last 16 K, while the first fragments of the next stage are loaded
-            load_tokens(b_even, ring, stage + chunk, 0)
+            load_tokens(b_even, shared, stage_at + chunk_at, 0)
             multiply(acc, words, b_odd, 3)
-            load_weights(words, ring, stage + tile, lane, half)
+            load_weights(words, shared, stage_at + tile_at, lane, half)
 
         # --- registers -> shared: the sums of each half of K, [half][token][feature]
         cuda.syncthreads()  # nobody reads the ring any more
-        first = (half * block_m + 2 * (lane & 3)) * C_ROW + n_warp + (lane >> 2)
+        first = (half * block_m + 2 * (lane & 3)) * C_ROW + first_n + (lane >> 2)
         for i in range(ROW_TILES):
-            for j in range(columns):
-                r, place = 4 * (i * columns + j), first + 8 * j * C_ROW + 16 * i
+            for j in range(token_groups):
+                r, place = 4 * (i * token_groups + j), first + 8 * j * C_ROW + 16 * i
                 store_f32(sums, place, acc[r])
                 store_f32(sums, place + C_ROW, acc[r + 1])
                 store_f32(sums, place + 8, acc[r + 2])
@@ -234,16 +239,17 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
         for i in range(0, block_m, THREADS // 32):
             m = int32(m0 + warp + i)
             if m < M and n < N:
-                x = load_f32x4(sums, (warp + i) * C_ROW + 4 * lane)
-                y = load_f32x4(sums, (warp + i + block_m) * C_ROW + 4 * lane)
-                low = floats_to_halves((x[0] + y[0]) * scale[0], (x[1] + y[1]) * scale[1])
-                high = floats_to_halves((x[2] + y[2]) * scale[2], (x[3] + y[3]) * scale[3])
+                lower = load_f32x4(sums, (warp + i) * C_ROW + 4 * lane)
+                upper = load_f32x4(sums, (warp + i + block_m) * C_ROW + 4 * lane)
+                s0, s1 = (lower[0] + upper[0]) * scale[0], (lower[1] + upper[1]) * scale[1]
+                s2, s3 = (lower[2] + upper[2]) * scale[2], (lower[3] + upper[3]) * scale[3]
+                pair0, pair1 = floats_to_halves(s0, s1), floats_to_halves(s2, s3)
                 if N % 4 == 0:
-                    store_u32x2(c, int64(m) * N + n, low, high)
+                    store_u32x2(c, int64(m) * N + n, pair0, pair1)
                 else:  # rows of C do not begin at multiples of 8 bytes
                     for j in range(4):
                         if n + j < N:
-                            pair = high if j > 1 else low
+                            pair = pair1 if j > 1 else pair0
                             store_u16(c, int64(m) * N + (n + j), pair >> uint32(16 * (j % 2)))
 
     return w4a16_mma, shared_bytes

@@ -108,48 +108,49 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
     """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
     weights = half_weights(format_name)
     tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
-    a_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of half a stage; of a stage
-    stage_bytes = 2 * a_bytes + w_bytes
+    a_half_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of 64 K; of 128 K
+    stage_bytes = 2 * a_half_bytes + w_bytes
     assert stage_bytes % 1024 == 0, "the swizzle repeats every 1024 bytes, counted from address 0"
     stages = min(MOST_STAGES, SHARED_BYTES // stage_bytes)
     assert stages >= 2, "one is multiplied while others are copied"
-    last_stage = (stages - 1) * stage_bytes
+    last_stage_at = (stages - 1) * stage_bytes
     n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
     no_sums = zeros_f32(n_acc)
     wait_for_stage, wait_for_products = cp_async_wait(stages - 2), wgmma_wait(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_stage(ring, stage, a, w, m0, step, steps, t):
-        """Issue the copies of 128 K, step `step` of `steps`, to byte `stage` of the ring, and close
-        them into a group. Beyond the last step a group is empty, so that groups can be counted."""
+    def copy_stage(shared, stage_at, a, w, m0, step, steps, t):
+        """Issue the copies of 128 K, step `step` of `steps`, to the stage at byte `stage_at`, and
+        close them into a group. Beyond the last step a group is empty: waits count groups."""
         if step < steps:
             # --- A: 16 threads copy 256 bytes of a token, 16 tokens at a time. Beyond M and K they
             # write zeros: weights beyond K are zeros too, but 0 * NaN would be NaN
             M, K = int32(a.shape[0]), int32(a.shape[1])
             row, chunk = int32(t >> 4), int32(t & 15)
             k = int32(step * BLOCK_K + 8 * chunk)
-            destination = stage + (chunk >> 3) * a_bytes + row * A_ROW
+            destination = stage_at + (chunk >> 3) * a_half_bytes + row * A_ROW
             destination += ((chunk ^ row) & 7) * CHUNK
-            rows = int32(M - m0 - row) if k < K else int32(0)  # that are not beyond
-            source, stride = int64(m0 + row) * K + k, int64(THREADS // 16) * K
+            # Tokens inside of A, from this thread's first one on
+            tokens_left = int32(M - m0 - row) if k < K else int32(0)
+            a_at, stride = int64(m0 + row) * K + k, int64(THREADS // 16) * K
             for i in range(0, block_m, THREADS // 16):
-                size = uint32(CHUNK if int32(i) < rows else 0)  # bytes to read; the rest is zeros
-                cp_async_16_zfill(ring, destination + i * A_ROW, a, source, size)
-                source += stride
+                size = uint32(CHUNK if int32(i) < tokens_left else 0)  # bytes to read, else zeros
+                cp_async_16_zfill(shared, destination + i * A_ROW, a, a_at, size)
+                a_at += stride
             # --- W: one piece of memory. The first test, of constants, saves the second
-            first = int64(cuda.blockIdx.x * steps + step) * w_bytes
+            w_at = int64(cuda.blockIdx.x * steps + step) * w_bytes
             for i in range(0, w_bytes, THREADS * CHUNK):
                 if i + THREADS * CHUNK <= w_bytes or t * CHUNK < w_bytes - i:
                     byte = i + t * CHUNK
-                    cp_async_16(ring, stage + 2 * a_bytes + byte, w, first + byte)
+                    cp_async_16(shared, stage_at + 2 * a_half_bytes + byte, w, w_at + byte)
         cp_async_commit()
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, ring, tile, lane, half, descriptor):
-        """acc += 64 K: half 0 or 1 of the packed tile at byte `tile` of the ring, times the
+    def multiply(acc, shared, tile_at, lane, half, descriptor):
+        """acc += 64 K: half 0 or 1 of the packed tile at byte `tile_at`, times the
         activations that the descriptor points to."""
         # --- shared -> registers, codes -> float16
-        words = load(ring, tile, lane, half)
+        words = load(shared, tile_at, lane, half)
         w0, w1 = fragment(words, 0), fragment(words, 1)
         w2, w3 = fragment(words, 2), fragment(words, 3)
 
@@ -166,24 +167,24 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
     def w4a16_wgmma(w, row_scales, a, c):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles. a
         and c are float16 and begin at multiples of 16 bytes; K is a multiple of 32."""
-        ring = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         t = int32(cuda.threadIdx.x)
         # shuffled, so that the compiler knows it is one value for the whole warp
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
         n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * block_m)
         steps = int32((int32(a.shape[1]) + (BLOCK_K - 1)) // BLOCK_K)
-        tile = 2 * a_bytes + warp * tile_bytes  # of this warp, from the first byte of a stage
+        tile_at = 2 * a_half_bytes + warp * tile_bytes  # the warp's packed tile in a stage
 
         # --- issue the copies of all stages but one
         for step in range(stages - 1):
-            copy_stage(ring, step * stage_bytes, a, w, m0, step, steps, t)
+            copy_stage(shared, step * stage_bytes, a, w, m0, step, steps, t)
 
-        # --- load what the end needs: the scales of this lane's two rows
+        # --- load what the end needs: the scales of this lane's rows g and g + 8
         feature = int32(n0 + 16 * warp + (lane >> 2))  # row_scales go on to the end of the tile
-        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+        scale_g, scale_g8 = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
 
         acc = no_sums()
-        stage, previous = int32(0), int32(last_stage)  # first bytes, in the ring
+        stage_at, previous_at = int32(0), int32(last_stage_at)  # first bytes, in the ring
         for step in range(steps):
             # --- wait until the stage is there
             wait_for_stage()  # what this thread has copied: all but its newest stages - 2 groups
@@ -191,56 +192,58 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             cuda.syncthreads()  # what all have copied; and all have multiplied the previous stage
 
             # --- multiply its first half
-            descriptor = swizzled_descriptor(ring, stage)
-            acc = multiply(acc, ring, stage + tile, lane, 0, descriptor)
+            descriptor = swizzled_descriptor(shared, stage_at)
+            acc = multiply(acc, shared, stage_at + tile_at, lane, 0, descriptor)
 
             # --- refill the previous stage, while the tensor cores multiply
-            copy_stage(ring, previous, a, w, m0, int32(step + (stages - 1)), steps, t)
+            copy_stage(shared, previous_at, a, w, m0, int32(step + (stages - 1)), steps, t)
 
             # --- multiply the second half
-            acc = multiply(acc, ring, stage + tile, lane, 1, descriptor + a_bytes // CHUNK)
+            descriptor += a_half_bytes // CHUNK
+            acc = multiply(acc, shared, stage_at + tile_at, lane, 1, descriptor)
 
             # --- wait for the tensor cores: then the stage may be filled again
             acc = wait_for_products(acc)
-            previous, stage = stage, int32(stage + stage_bytes if stage < last_stage else 0)
+            previous_at = stage_at
+            stage_at = int32(stage_at + stage_bytes if stage_at < last_stage_at else 0)
 
         # --- registers -> shared: sums times row scales, as float16, transposed. A lane has two
         # features of many tokens, and C has the features of a token side by side. stmatrix stores
         # four matrices of 8 x 8, and lane 8i + r says where row r of matrix i goes: matrices 0 and
         # 1 are features 0..7 and 8..15 of the warp for eight tokens, 2 and 3 for the next eight
         cuda.syncthreads()  # nobody reads the ring any more: from here on it holds the tile of C
-        x = cuda.local.array(n_acc, float32)
-        spread(x, acc)  # a loop can index an array, not a tuple; it stays in registers
+        sums = cuda.local.array(n_acc, float32)
+        spread(sums, acc)  # a loop can index an array, not a tuple; it stays in registers
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
         destination = token * C_ROW + (chunk ^ (token & 7)) * CHUNK  # swizzled, like A
         for j in range(0, block_m, 16):
             i = j // 2
             stmatrix_x4_trans(
-                ring,
+                shared,
                 destination + j * C_ROW,
-                floats_to_halves(x[i] * scale_g, x[i + 1] * scale_g),
-                floats_to_halves(x[i + 2] * scale_h, x[i + 3] * scale_h),
-                floats_to_halves(x[i + 4] * scale_g, x[i + 5] * scale_g),
-                floats_to_halves(x[i + 6] * scale_h, x[i + 7] * scale_h),
+                floats_to_halves(sums[i] * scale_g, sums[i + 1] * scale_g),
+                floats_to_halves(sums[i + 2] * scale_g8, sums[i + 3] * scale_g8),
+                floats_to_halves(sums[i + 4] * scale_g, sums[i + 5] * scale_g),
+                floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
             )
         cuda.syncthreads()
 
         # --- shared -> global: 16 threads store 256 bytes of a token, 16 tokens at a time
         M, N = int32(c.shape[0]), int32(c.shape[1])
-        row, chunk = int32(t >> 4), int32(t & 15)
-        n = int32(n0 + 8 * chunk)
-        source = row * C_ROW + (chunk ^ (row & 7)) * CHUNK
+        out_row, out_chunk = int32(t >> 4), int32(t & 15)
+        n = int32(n0 + 8 * out_chunk)
+        source = out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
         for i in range(0, block_m, THREADS // 16):
-            m = int32(m0 + row + i)
+            m = int32(m0 + out_row + i)
             if m < M and n < N:
-                y = load_u32x4(ring, source + i * C_ROW)
+                eight = load_u32x4(shared, source + i * C_ROW)  # float16
                 if N % 8 == 0:
-                    store_u32x4(c, int64(m) * N + n, y[0], y[1], y[2], y[3])
+                    store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
                 else:  # rows of C do not begin at multiples of 16 bytes
                     for j in range(8):
                         if n + j < N:
-                            half = y[j // 2] >> uint32(16 * (j % 2))
-                            store_u16(c, int64(m) * N + (n + j), half)
+                            value = eight[j // 2] >> uint32(16 * (j % 2))
+                            store_u16(c, int64(m) * N + (n + j), value)
 
     return w4a16_wgmma, stages * stage_bytes
 

@@ -4,8 +4,9 @@ What is new
     In step 12 every warp issues copies, waits for everybody's at a barrier, and multiplies. Here
     one *producer* thread issues all copies, into a ring of up to eight shared-memory stages, and
     two *consumer* warpgroups multiply. Each stage has two *mbarriers*, words of shared memory that
-    count arrivals and bytes: `full` completes (*) when the stage's copies have arrived, `empty`
-    when all consumers are done with it. Producer and consumers meet nowhere else. With four stages:
+    count arrivals and bytes: `full` completes when the stage's copies have arrived, `empty` when
+    all consumers are done with it. Producer and consumers meet nowhere else. With four stages (*:
+    a barrier completes):
 
         stage        0     1     2     3     0         1            2
         producer    [load][load][load][load][load]wait[load] wait  [load] wait ...
@@ -22,10 +23,10 @@ What is new
                             box of K 64..127    the same                           tensor_copy
                             weights             8 fragment-packed tiles            bulk_copy
 
-    A barrier completes once in each round through the ring. A wait names the round by its *parity*,
-    0 or 1: a thread is never more than one round away, so one bit tells rounds apart. The producer
-    fills a stage in round r after `empty` of round r - 1, which has the other parity. On a new
-    barrier the wait for parity 1 returns at once, so the first round is no special case.
+    An mbarrier completes once in each round through the ring. A wait names the round by its
+    *parity*, 0 or 1: a thread is never more than one round away, so one bit tells rounds apart. The
+    producer fills a stage in round r after `empty` of round r - 1, which has the other parity. On a
+    new barrier the wait for parity 1 returns at once, so the first round is no special case.
 
         step                           0  1  2  3  4  5  6  7  8  ...
         stage                          0  1  2  3  0  1  2  3  0
@@ -41,9 +42,9 @@ Why it should help
     tensor cores run dry for some 480 cycles. Here a warp of a consumer issues 160 instructions, for
     twice as many tokens, and its next stage has arrived: in a ring of five a copy has the time of
     four stages, 4000 cycles, and the L2 answers in 1500. (512,4096,4096) is one tile of 128 x 128
-    for each of 128 SMs, 32 stages of 1024 cycles:
-    19 us at 1.75 GHz. To that come 15 %, as two warps of a scheduler do not hide each other's
-    latencies, 5 us for both ends of the tile and 3 us between launches: expect 30.5 us, 1.2x.
+    for each of 128 SMs, 32 stages of 1024 cycles: 19 us at 1.75 GHz. To that come 15 %, as two
+    warps of a scheduler do not hide each other's latencies, 5 us for both ends of the tile and 3 us
+    between launches: expect 30.5 us, 1.2x.
 What it costs
     A block takes all registers and most of the shared memory of an SM, so nothing hides the
     beginning and the end of its tile. 128 of its 384 threads never multiply.
@@ -141,21 +142,22 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(stage + 1), parity
 
     @cuda.jit(device=True, forceinline=True)
-    def produce(memory, a, w, m0, steps):
+    def produce(shared, a, w, m0, steps):
         """One thread: the copies of all steps."""
         prefetch_tensor_map(a)
         stage, parity = int32(0), int32(0)
         for step in range(steps):
             # --- wait until the stage is empty
-            mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
+            mbarrier_wait(shared, empty + MBARRIER * stage, parity ^ 1)
 
             # --- issue its copies: two boxes of tokens, and the weights in one piece
-            bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
-            mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
-            tensor_copy(memory, to, a, k, m0, memory, bar)
-            tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), m0, memory, bar)
+            bar, k = int32(full + MBARRIER * stage), int32(step * BLOCK_K)
+            destination = stage * a_bytes
+            mbarrier_arrive_expect(shared, bar, a_bytes + w_bytes)
+            tensor_copy(shared, destination, a, k, m0, shared, bar)
+            tensor_copy(shared, destination + box_bytes, a, int32(k + BOX_K), m0, shared, bar)
             source = int64(cuda.blockIdx.x * steps + step) * w_bytes
-            bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+            bulk_copy(shared, weights_begin + stage * w_bytes, w, source, w_bytes, shared, bar)
             stage, parity = next_stage(stage, parity)
 
     @cuda.jit(device=True, forceinline=True)
@@ -172,17 +174,17 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return acc
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(memory, warp, lane, steps):
+    def consume(shared, warp, lane, steps):
         """A warpgroup -> the sums of its 64 features and all tokens. While the tensor cores
         multiply one half of a stage, the weights of the other half become float16."""
         acc = no_sums()
         stage, parity, previous, step = int32(0), int32(0), int32(0), int32(0)
         while True:  # not `for`: a loop that may have no turn makes ptxas wait at every wgmma
             # --- wait until the stage is full
-            mbarrier_wait(memory, full + MBARRIER * stage, parity)
-            tile = weights_begin + stage * w_bytes + warp * tile_bytes
-            descriptor = swizzled_descriptor(memory, stage * a_bytes)
-            lower, upper = load(memory, tile, lane, 0), load(memory, tile, lane, 1)
+            mbarrier_wait(shared, full + MBARRIER * stage, parity)
+            tile_at = weights_begin + stage * w_bytes + warp * tile_bytes
+            descriptor = swizzled_descriptor(shared, stage * a_bytes)
+            lower, upper = load(shared, tile_at, lane, 0), load(shared, tile_at, lane, 1)
 
             # --- multiply its first half
             acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
@@ -190,8 +192,9 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
             # --- the previous stage has been multiplied: the warp says so
             acc = wait_for_all_but_one(acc)
+            cuda.syncwarp()  # all lanes have loaded their weights of it: one speaks for the warp
             if lane == 0 and step > 0:
-                mbarrier_arrive(memory, empty + MBARRIER * previous)
+                mbarrier_arrive(shared, empty + MBARRIER * previous)
 
             # --- multiply the second half
             acc = multiply(acc, upper, descriptor + box_bytes // CHUNK)
@@ -205,7 +208,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
     def w4a16_specialized(a_map, w, row_scales, c, steps):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
         a_map of a; steps of 128 K. a and c are float16 and begin at multiples of 16 bytes."""
-        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         a = tensor_map_address(a_map)
         t, steps = int32(cuda.threadIdx.x), int32(steps)
         # shuffled, so that the compiler knows it is one value for the whole warp
@@ -215,8 +218,8 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
         if t == 0:
             for stage in range(stages):
-                mbarrier_init(memory, full + MBARRIER * stage, 1)
-                mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
+                mbarrier_init(shared, full + MBARRIER * stage, 1)
+                mbarrier_init(shared, empty + MBARRIER * stage, CONSUMER_WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()  # the only barrier of all threads
 
@@ -224,49 +227,49 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         if warp >= CONSUMER_WARPS:
             fewer_registers()
             if warp == CONSUMER_WARPS and lane == 0:
-                produce(memory, a, w, m0, steps)
+                produce(shared, a, w, m0, steps)
             return
 
-        # --- the consumers. What the end needs, the scales of a lane's two rows, is loaded first
+        # --- the consumers. What the end needs, the scales of rows g and g + 8, is loaded first
         more_registers()
         feature = int32(n0 + 16 * warp + (lane >> 2))
-        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
-        acc = consume(memory, warp, lane, steps)
+        scale_g, scale_g8 = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+        acc = consume(shared, warp, lane, steps)
 
         # --- registers -> shared: sums times row scales, as float16, transposed, as in step 12
         barrier_sync(1, CONSUMERS)  # all have multiplied: from here on the ring holds the tile of C
-        x = cuda.local.array(n_acc, float32)
-        spread(x, acc)
+        sums = cuda.local.array(n_acc, float32)
+        spread(sums, acc)
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
         destination = token * C_ROW + (chunk ^ (token & 7)) * CHUNK
         for j in range(0, block_m, 16):
             i = j // 2
             stmatrix_x4_trans(
-                memory,
+                shared,
                 destination + j * C_ROW,
-                floats_to_halves(x[i] * scale_g, x[i + 1] * scale_g),
-                floats_to_halves(x[i + 2] * scale_h, x[i + 3] * scale_h),
-                floats_to_halves(x[i + 4] * scale_g, x[i + 5] * scale_g),
-                floats_to_halves(x[i + 6] * scale_h, x[i + 7] * scale_h),
+                floats_to_halves(sums[i] * scale_g, sums[i + 1] * scale_g),
+                floats_to_halves(sums[i + 2] * scale_g8, sums[i + 3] * scale_g8),
+                floats_to_halves(sums[i + 4] * scale_g, sums[i + 5] * scale_g),
+                floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
             )
         barrier_sync(1, CONSUMERS)
 
         # --- shared -> global: 16 threads store 256 bytes of a token, 16 tokens at a time
         M, N = int32(c.shape[0]), int32(c.shape[1])
-        row, chunk = int32(t >> 4), int32(t & 15)
-        n = int32(n0 + 8 * chunk)
-        source = row * C_ROW + (chunk ^ (row & 7)) * CHUNK
+        out_row, out_chunk = int32(t >> 4), int32(t & 15)
+        n = int32(n0 + 8 * out_chunk)
+        source = out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
         for i in range(0, block_m, CONSUMERS // 16):
-            m = int32(m0 + row + i)
+            m = int32(m0 + out_row + i)
             if m < M and n < N:
-                y = load_u32x4(memory, source + i * C_ROW)
+                eight = load_u32x4(shared, source + i * C_ROW)  # float16
                 if N % 8 == 0:
-                    store_u32x4(c, int64(m) * N + n, y[0], y[1], y[2], y[3])
+                    store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
                 else:  # rows of C do not begin at multiples of 16 bytes
                     for j in range(8):
                         if n + j < N:
-                            half = y[j // 2] >> uint32(16 * (j % 2))
-                            store_u16(c, int64(m) * N + (n + j), half)
+                            value = eight[j // 2] >> uint32(16 * (j % 2))
+                            store_u16(c, int64(m) * N + (n + j), value)
 
     return w4a16_specialized, shared_bytes
 

@@ -6,7 +6,8 @@ What is new
     tokens, each of which unpacks all weights again. Here tiles stay larger. All of them, each with
     its steps along K, are laid end to end, and every block takes an equal range of that line:
     stream-K, as in step 10. Where there are fewer tiles than SMs, the number of blocks is a
-    multiple of theirs, so that the parts of a tile are equal and end together, if K divides so.
+    multiple of the number of tiles. So the parts of a tile are equal and end together, if their
+    number divides its steps.
     Four blocks, two tiles:
 
                    tile 0                              tile 1
@@ -124,7 +125,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
     stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - staged * C_ROW) // (a_bytes + w_bytes))
     weights_begin, c_begin = stages * a_bytes, stages * (a_bytes + w_bytes)
     full, empty = c_begin + staged * C_ROW, c_begin + staged * C_ROW + stages * MBARRIER
-    arrived_before = (empty + stages * MBARRIER) // 4  # its place in int32
+    earlier_word = (empty + stages * MBARRIER) // 4  # that word's place, counted in int32
     shared_bytes = empty + stages * MBARRIER + MBARRIER
     n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
     tile_sums = BLOCK_N * block_m
@@ -140,9 +141,9 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(stage + 1), parity
 
     @cuda.jit(device=True, forceinline=True)
-    def quotient(a, b):
-        """a // b of numbers that are not negative, unsigned: a signed one takes more code."""
-        return int32(uint32(a) // uint32(b))
+    def quotient(x, y):
+        """x // y of numbers that are not negative, unsigned: a signed one takes more code."""
+        return int32(uint32(x) // uint32(y))
 
     @cuda.jit(device=True, forceinline=True)
     def range_begin(block, share, extra):
@@ -159,7 +160,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(extra + quotient(item - of_longer, share))
 
     @cuda.jit(device=True, forceinline=True)
-    def produce(memory, a, w, item, end, steps, tiles_n):
+    def produce(shared, a, w, item, end, steps, tiles_n):
         """One thread: the copies of work items `item` to `end`, each a step along K of a tile."""
         prefetch_tensor_map(a)
         stage, parity = int32(0), int32(0)
@@ -167,20 +168,23 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             tile_id = quotient(item, steps)
             tile_m = quotient(tile_id, tiles_n)
             m0, tile_n = tile_m * block_m, tile_id - tile_m * tiles_n
-            step, last = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
-            item += last - step
-            while step < last:
+            step, step_end = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
+            item += step_end - step
+            while step < step_end:
                 # --- wait until the stage is empty
-                mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
+                mbarrier_wait(shared, empty + MBARRIER * stage, parity ^ 1)
 
                 # --- issue its copies: the weights in one piece, and two boxes of tokens
-                bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
-                mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
+                bar, k = int32(full + MBARRIER * stage), int32(step * BLOCK_K)
+                destination = stage * a_bytes
+                mbarrier_arrive_expect(shared, bar, a_bytes + w_bytes)
                 source = int64(tile_n * steps + step) * w_bytes
-                bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+                bulk_copy(shared, weights_begin + stage * w_bytes, w, source, w_bytes, shared, bar)
                 griddepcontrol_wait()  # A may be made by the launch before this one; W is not
-                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
-                tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), int32(m0), memory, bar)
+                tensor_copy(shared, destination, a, k, int32(m0), shared, bar)
+                tensor_copy(
+                    shared, destination + box_bytes, a, int32(k + BOX_K), int32(m0), shared, bar
+                )
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
 
@@ -198,7 +202,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return acc
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(memory, warp, lane, count, stage, parity):
+    def consume(shared, warp, lane, count, stage, parity):
         """A warpgroup -> the sums of its 64 features and all tokens over `count` stages, and the
         stage and parity behind them. While the tensor cores multiply one half of a stage, the
         weights of the other half become float16."""
@@ -206,10 +210,10 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         previous, step = int32(0), int32(0)
         while True:  # not `for`: a loop that may have no turn makes ptxas wait at every wgmma
             # --- wait until the stage is full
-            mbarrier_wait(memory, full + MBARRIER * stage, parity)
-            tile = weights_begin + stage * w_bytes + warp * tile_bytes
-            descriptor = swizzled_descriptor(memory, stage * a_bytes)
-            lower, upper = load(memory, tile, lane, 0), load(memory, tile, lane, 1)
+            mbarrier_wait(shared, full + MBARRIER * stage, parity)
+            tile_at = weights_begin + stage * w_bytes + warp * tile_bytes
+            descriptor = swizzled_descriptor(shared, stage * a_bytes)
+            lower, upper = load(shared, tile_at, lane, 0), load(shared, tile_at, lane, 1)
 
             # --- multiply its first half
             acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
@@ -217,8 +221,9 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
             # --- the previous stage has been multiplied: the warp says so
             acc = wait_for_all_but_one(acc)
+            cuda.syncwarp()  # all lanes have loaded their weights of it: one speaks for the warp
             if lane == 0 and step > 0:
-                mbarrier_arrive(memory, empty + MBARRIER * previous)
+                mbarrier_arrive(shared, empty + MBARRIER * previous)
 
             # --- multiply the second half
             acc = multiply(acc, upper, descriptor + box_bytes // CHUNK)
@@ -228,32 +233,37 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             if step == count:
                 break
         acc = wait_for_all(acc)
+        cuda.syncwarp()
         if lane == 0:
-            mbarrier_arrive(memory, empty + MBARRIER * previous)
+            mbarrier_arrive(shared, empty + MBARRIER * previous)
         return acc, stage, parity
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(x, counters, tile_id, steps, share, extra, partials, arrived, t):
-        """The end of a part of a tile, for all consumers: x, the sums of this block, becomes those
-        of all contributors. Whether this block was the last to arrive; else others will be."""
+    def add_up(sums, shared_words, tile_id, steps, share, extra, partials, arrived, t):
+        """The end of a part of a tile, by all consumers. True if this block is the last of the
+        tile's contributors to arrive: `sums`, its own, have become those of all. Else False, and
+        a block that comes later adds them up."""
         # --- store the partial sums: four of a thread, then four of the next one
-        begin = int32(tile_id * steps)
-        first = block_of(begin, share, extra)
-        others = int32(block_of(int32(begin + steps - 1), share, extra) - first)
-        # The first contributor's range may begin in another tile, whose sums have the first slot
-        slot = int32(1 if range_begin(first, share, extra) < begin else 0)
+        tile_begin = int32(tile_id * steps)
+        first_block = block_of(tile_begin, share, extra)
+        others = int32(block_of(int32(tile_begin + steps - 1), share, extra) - first_block)
+        # A block has slot 0 for the tile that its range begins in, slot 1 for the one that it ends
+        # in, if that is another. Only a tile's first contributor can have begun in another
+        first_slot = int32(1 if range_begin(first_block, share, extra) < tile_begin else 0)
         block = int32(cuda.blockIdx.x)
-        place = int64(2 * block + (slot if block == first else 0)) * tile_sums + 4 * t
+        place = int64(2 * block + (first_slot if block == first_block else 0)) * tile_sums + 4 * t
         for r in range(0, n_acc, 4):
-            store_f32x4(partials, place + r * CONSUMERS, x[r], x[r + 1], x[r + 2], x[r + 3])
+            store_f32x4(
+                partials, place + r * CONSUMERS, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]
+            )
 
-        # --- count this block: who finds all others there is the last
+        # --- count this block: one that finds all others counted is the last
         fence()
         barrier_sync(1, CONSUMERS)
         if t == 0:
-            counters[arrived_before] = cuda.atomic.add(arrived, tile_id, 1)
+            shared_words[earlier_word] = cuda.atomic.add(arrived, tile_id, 1)
         barrier_sync(1, CONSUMERS)
-        if counters[arrived_before] < others:
+        if shared_words[earlier_word] < others:
             return False
         fence()
         if t == 0:
@@ -262,21 +272,21 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         # --- add up, in the order of K
         own = cuda.local.array(n_acc, float32)
         for r in range(n_acc):
-            own[r] = x[r]
-            x[r] = 0
+            own[r] = sums[r]
+            sums[r] = 0
         for i in range(others + 1):
-            if first + i == block:  # its own: still in registers
+            if first_block + i == block:  # its own: still in registers
                 for r in range(n_acc):
-                    x[r] += own[r]
+                    sums[r] += own[r]
                 continue
-            place = int64(2 * (first + i) + (slot if i == 0 else 0)) * tile_sums + 4 * t
+            place = int64(2 * (first_block + i) + (first_slot if i == 0 else 0)) * tile_sums + 4 * t
             for r in range(0, n_acc, 4):
-                y = load_f32x4(partials, place + r * CONSUMERS)
-                x[r], x[r + 1], x[r + 2], x[r + 3] = (
-                    x[r] + y[0],
-                    x[r + 1] + y[1],
-                    x[r + 2] + y[2],
-                    x[r + 3] + y[3],
+                four_sums = load_f32x4(partials, place + r * CONSUMERS)
+                sums[r], sums[r + 1], sums[r + 2], sums[r + 3] = (
+                    sums[r] + four_sums[0],
+                    sums[r + 1] + four_sums[1],
+                    sums[r + 2] + four_sums[2],
+                    sums[r + 3] + four_sums[3],
                 )
         return True
 
@@ -285,8 +295,8 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
         a_map of a; steps of 128 K; share and extra of `range_begin`. a and c are float16 and begin
         at multiples of 16 bytes."""
-        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
-        counters = cuda.shared.array(0, int32, alignment=1024)  # the same
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared_words = cuda.shared.array(0, int32, alignment=1024)  # the same, as int32
         a = tensor_map_address(a_map)
         t, steps = int32(cuda.threadIdx.x), int32(steps)
         # shuffled, so that the compiler knows it is one value for the whole warp
@@ -301,25 +311,25 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
         if t == 0:
             for stage in range(stages):
-                mbarrier_init(memory, full + MBARRIER * stage, 1)
-                mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
+                mbarrier_init(shared, full + MBARRIER * stage, 1)
+                mbarrier_init(shared, empty + MBARRIER * stage, CONSUMER_WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()  # the only barrier of all threads
-        griddepcontrol_launch_dependents()  # whoever finds an SM free
+        griddepcontrol_launch_dependents()  # the next launch may begin wherever an SM is free
 
         # --- the producer's warpgroup: one thread works, and it needs few registers
         if warp >= CONSUMER_WARPS:
             fewer_registers()
             if warp == CONSUMER_WARPS and lane == 0:
-                produce(memory, a, w, item, end, steps, tiles_n)
+                produce(shared, a, w, item, end, steps, tiles_n)
             return
 
         # --- the consumers: tile after tile
         more_registers()
-        griddepcontrol_wait()  # the one before may still use partial sums and counters
-        x = cuda.local.array(n_acc, float32)
+        griddepcontrol_wait()  # the launch before may still use partial sums and counters
+        sums = cuda.local.array(n_acc, float32)
         stage, parity = int32(0), int32(0)
-        row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
+        out_row, out_chunk = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
         while item < end:
             tile_id = quotient(item, steps)
             tile_m = quotient(tile_id, tiles_n)
@@ -327,45 +337,45 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             count = int32(min(int32(tile_id * steps + steps), end) - item)
             item = int32(item + count)
             feature = int32(n0 + 16 * warp + (lane >> 2))
-            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
-            acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
-            spread(x, acc)
+            scale_g, scale_g8 = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+            acc, stage, parity = consume(shared, warp, lane, count, stage, parity)
+            spread(sums, acc)
 
             # --- a part of a tile: unless it is the last, its sums are left to another block
             if count < steps and not add_up(
-                x, counters, tile_id, steps, share, extra, partials, arrived, t
+                sums, shared_words, tile_id, steps, share, extra, partials, arrived, t
             ):
                 continue
 
             # --- registers -> shared -> global, as in step 12 but some tokens at a time
             token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
             destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
-            source = c_begin + row * C_ROW + (eight ^ (row & 7)) * CHUNK
-            n = int32(n0 + 8 * eight)
-            for first in range(0, block_m, staged):
+            source = c_begin + out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
+            n = int32(n0 + 8 * out_chunk)
+            for first_token in range(0, block_m, staged):
                 barrier_sync(1, CONSUMERS)  # nobody loads the tokens before any more
                 for j in range(0, staged, 16):
-                    i = (first + j) // 2
+                    i = (first_token + j) // 2
                     stmatrix_x4_trans(
-                        memory,
+                        shared,
                         destination + j * C_ROW,
-                        floats_to_halves(x[i] * scale_g, x[i + 1] * scale_g),
-                        floats_to_halves(x[i + 2] * scale_h, x[i + 3] * scale_h),
-                        floats_to_halves(x[i + 4] * scale_g, x[i + 5] * scale_g),
-                        floats_to_halves(x[i + 6] * scale_h, x[i + 7] * scale_h),
+                        floats_to_halves(sums[i] * scale_g, sums[i + 1] * scale_g),
+                        floats_to_halves(sums[i + 2] * scale_g8, sums[i + 3] * scale_g8),
+                        floats_to_halves(sums[i + 4] * scale_g, sums[i + 5] * scale_g),
+                        floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
                     )
                 barrier_sync(1, CONSUMERS)
                 for j in range(0, staged, CONSUMERS // 16):
-                    m = int32(m0 + row + (first + j))
+                    m = int32(m0 + out_row + (first_token + j))
                     if m < M and n < N:
-                        y = load_u32x4(memory, source + j * C_ROW)
+                        eight = load_u32x4(shared, source + j * C_ROW)  # float16
                         if N % 8 == 0:
-                            store_u32x4(c, int64(m) * N + n, y[0], y[1], y[2], y[3])
+                            store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
                         else:  # rows of C do not begin at multiples of 16 bytes
                             for i in range(8):
                                 if n + i < N:
-                                    half = y[i // 2] >> uint32(16 * (i % 2))
-                                    store_u16(c, int64(m) * N + (n + i), half)
+                                    value = eight[i // 2] >> uint32(16 * (i % 2))
+                                    store_u16(c, int64(m) * N + (n + i), value)
 
     return w4a16_persistent, shared_bytes
 
@@ -375,29 +385,29 @@ def tiling(shape: Shape) -> tuple[int, int, int]:
     sms, steps = multiprocessors(), ceil_div(shape.k, BLOCK_K)
     for most in (BLOCK_M, BLOCK_M // 2):
         block_m = min(most, ceil_div(shape.m, 16) * 16)  # less where tokens are few
-        tiles = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m)
-        if tiles * steps >= FEW_STEPS * sms:
+        tiles_c = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m)
+        if tiles_c * steps >= FEW_STEPS * sms:
             break
-    if tiles >= sms:
-        return block_m, tiles, sms
-    parts = min(sms // tiles, steps)  # of a tile, equal ones if this divides steps
-    return block_m, tiles, tiles * parts
+    if tiles_c >= sms:
+        return block_m, tiles_c, sms
+    parts = min(sms // tiles_c, steps)  # of a tile, equal ones if this divides steps
+    return block_m, tiles_c, tiles_c * parts
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Partial sums of two tiles a block, and an arrival counter for each tile."""
-    block_m, tiles, blocks = tiling(shape)
-    return ((2 * blocks * BLOCK_N * block_m,), np.float32), ((tiles,), np.int32)
+    block_m, tiles_c, blocks = tiling(shape)
+    return ((2 * blocks * BLOCK_N * block_m,), np.float32), ((tiles_c,), np.int32)
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    block_m, tiles, blocks = tiling(shape)
+    block_m, tiles_c, blocks = tiling(shape)
     run, shared_bytes = kernel(fmt.name, block_m)
     (a,), steps = activations, ceil_div(shape.k, BLOCK_K)
-    share, extra = divmod(tiles * steps, blocks)  # of all work items, for each block
+    share, extra = divmod(tiles_c * steps, blocks)  # of all work items, for each block
     args = (TensorMap(a, (block_m, BOX_K)), *weights, out, steps, share, extra, *scratch)
     return Launch(run, (blocks,), (THREADS,), args, shared_bytes, overlap=True)
 

@@ -120,10 +120,12 @@ STAGED: Final = 32  # tokens of the finished tile in shared memory at a time
 CHUNK: Final = 16  # bytes that a thread stores at once: 8 float16
 C_ROW: Final = 2 * BLOCK_N  # bytes of a token of the finished tile
 NEXT_32_K: Final = 2  # of a descriptor, which counts chunks
-ROW_THREADS: Final = 256  # that quantize a token
+TOKEN_THREADS: Final = 256  # of the pass: each thread block quantizes a token
 EVERY_SECOND_BYTE: Final = 0x6240  # prmt: of two words with two numbers each the low bytes, in turn
 HIGHEST_BITS: Final = 0x80808080  # of the bytes of a word: `byte_tiles` has flipped them in Q8_0
-ZERO_BITS: Final = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * BOTH  # the constant
+# 1280 * 2^-13 = 0.15625 as a float16, 0x3100, in both halves of a register. Float16 from 1/8 to 1/4
+# are 2^-13 apart, so a sum with it is rounded to (1280 + int8) * 2^-13; its low byte is the int8.
+MAGIC: Final = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * BOTH
 # The largest K whose products, of int8 from -128 to 127 and tokens from -127 to 127, an int32
 # holds whatever their signs: so no sum of a part of K wraps either.
 MOST_K: Final = (2**31 - 1) // (128 * 127) // 32 * 32
@@ -149,7 +151,7 @@ def quantize_tokens(a, codes, token_scales):
     if t == 0:
         largest[0] = 0
     most = int32(0)
-    for k in range(8 * t, K, 8 * ROW_THREADS):
+    for k in range(8 * t, K, 8 * TOKEN_THREADS):
         eight_values(x, a, m * K + k)
         for i in range(8):
             most = max(most, size_bits(x[i]))
@@ -163,7 +165,7 @@ def quantize_tokens(a, codes, token_scales):
     # --- codes, the recipe of Q8_1
     scale = as_float(uint32(largest[0])) / float32(127)
     twice = twice_inverse(scale)
-    for k in range(8 * t, K, 8 * ROW_THREADS):
+    for k in range(8 * t, K, 8 * TOKEN_THREADS):
         eight_values(x, a, m * K + k)
         low, high = (
             four_codes((x[0], x[1], x[2], x[3]), twice),
@@ -177,15 +179,15 @@ def quantize_tokens(a, codes, token_scales):
 def int8_tokens(a: Any, machine: Machine) -> Activations:
     """Int8 [M, K] with a scale for each token, float32 [M]."""
     codes, scales = machine.empty(a.shape, np.int8), machine.empty(a.shape[:1], np.float32)
-    launch = Launch(quantize_tokens, (a.shape[0],), (ROW_THREADS,), (a, codes, scales))
+    launch = Launch(quantize_tokens, (a.shape[0],), (TOKEN_THREADS,), (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
 
 
 # --- the product ----------------------------------------------------------------------------------
 @cache
 def byte_weights(name: str) -> tuple[int, Any, Any]:
-    """(bytes of a packed tile of `byte_tiles`; load(m, offset, lane, half), its words of 64 K;
-    fragment(words, block), a0 to a3 of block 0 or 1 of these, as `wgmma_s8` takes them)."""
+    """(bytes of a packed tile of `byte_tiles`; load(array, offset, lane, half), its words of
+    64 K; fragment(words, block), a0 to a3 of block 0 or 1 of these, as `wgmma_s8` takes them)."""
     bits, has_minimum = FORMATS[name].bits, name in ("q4_1", "q5_1")
     weights = half_weights(name)
     codes = two_codes(bits, 0)
@@ -194,15 +196,16 @@ def byte_weights(name: str) -> tuple[int, Any, Any]:
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(words, row):
-        """(d' for low nibbles, d' for high ones, m'), of both blocks in the halves of a word."""
+        """(d' for low nibbles, d' for high ones, m') of row g (row 0) or g + 8 (row 1): words of
+        two float16, for block 0 and block 1."""
         d = words[bits + row]
         if has_minimum:
             return d, hmul2(d, high_nibbles), words[bits + 2 + row]
-        return d, hmul2(d, high_nibbles), hfma2(d, minus_centre, ZERO_BITS)
+        return d, hmul2(d, high_nibbles), hfma2(d, minus_centre, MAGIC)
 
     @cuda.jit(device=True, forceinline=True)
-    def four(words, block, row, high, scale, offset):
-        """Four neighbours along K, of low nibbles or of high ones: a register of int8."""
+    def four_int8(words, block, row, high, scale, offset):
+        """A register of four neighbours along K, from low nibbles or (high = 1) from high ones."""
         d = high2half2(scale) if block else low2half2(scale)
         m = high2half2(offset) if block else low2half2(offset)
         even = hfma2(codes(words, 2 * block + high, row, 0), d, m)
@@ -212,18 +215,19 @@ def byte_weights(name: str) -> tuple[int, Any, Any]:
     @cuda.jit(device=True, forceinline=True)
     def fragment(words, block):
         low_g, high_g, offset_g = of_row(words, 0)
-        low_h, high_h, offset_h = of_row(words, 1)
+        low_g8, high_g8, offset_g8 = of_row(words, 1)
         return (
-            four(words, block, 0, 0, low_g, offset_g),
-            four(words, block, 1, 0, low_h, offset_h),
-            four(words, block, 0, 1, high_g, offset_g),
-            four(words, block, 1, 1, high_h, offset_h),
+            four_int8(words, block, 0, 0, low_g, offset_g),
+            four_int8(words, block, 1, 0, low_g8, offset_g8),
+            four_int8(words, block, 0, 1, high_g, offset_g),
+            four_int8(words, block, 1, 1, high_g8, offset_g8),
         )
 
     @cuda.jit(device=True, forceinline=True)
-    def load_8(m, offset, lane, half):
+    def load_8(array, offset, lane, half):
+        # Q8_0: codes alone
         first = offset + half * 1024 + lane * 16
-        return load_u32x4(m, first) + load_u32x4(m, first + 512)
+        return load_u32x4(array, first) + load_u32x4(array, first + 512)
 
     @cuda.jit(device=True, forceinline=True)
     def fragment_8(words, block):
@@ -249,7 +253,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
     stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - staged * C_ROW) // (a_bytes + w_bytes))
     weights_begin, c_begin = stages * a_bytes, stages * (a_bytes + w_bytes)
     full, empty = c_begin + staged * C_ROW, c_begin + staged * C_ROW + stages * MBARRIER
-    arrived_before = (empty + stages * MBARRIER) // 4  # its place in int32
+    earlier_word = (empty + stages * MBARRIER) // 4  # that word's place, counted in int32
     shared_bytes = empty + stages * MBARRIER + MBARRIER
     n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
     n_tokens = block_m // 4  # of a thread
@@ -266,9 +270,9 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(stage + 1), parity
 
     @cuda.jit(device=True, forceinline=True)
-    def quotient(a, b):
-        """a // b of numbers that are not negative, unsigned: a signed one takes more code."""
-        return int32(uint32(a) // uint32(b))
+    def quotient(x, y):
+        """x // y of numbers that are not negative, unsigned: a signed one takes more code."""
+        return int32(uint32(x) // uint32(y))
 
     @cuda.jit(device=True, forceinline=True)
     def range_begin(block, share, extra):
@@ -285,7 +289,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(extra + quotient(item - of_longer, share))
 
     @cuda.jit(device=True, forceinline=True)
-    def produce(memory, a, w, item, end, steps, tiles_n):
+    def produce(shared, a, w, item, end, steps, tiles_n):
         """One thread: the copies of work items `item` to `end`, each a step along K of a tile."""
         prefetch_tensor_map(a)
         stage, parity = int32(0), int32(0)
@@ -293,18 +297,19 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             tile_id = quotient(item, steps)
             tile_m = quotient(tile_id, tiles_n)
             m0, tile_n = tile_m * block_m, tile_id - tile_m * tiles_n
-            step, last = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
-            item += last - step
-            while step < last:
+            step, step_end = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
+            item += step_end - step
+            while step < step_end:
                 # --- wait until the stage is empty
-                mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
+                mbarrier_wait(shared, empty + MBARRIER * stage, parity ^ 1)
 
                 # --- issue its copies: a box of tokens, and the weights in one piece
-                bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
-                mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
-                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
+                bar, k = int32(full + MBARRIER * stage), int32(step * BLOCK_K)
+                destination = stage * a_bytes
+                mbarrier_arrive_expect(shared, bar, a_bytes + w_bytes)
+                tensor_copy(shared, destination, a, k, int32(m0), shared, bar)
                 source = int64(tile_n * steps + step) * w_bytes
-                bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+                bulk_copy(shared, weights_begin + stage * w_bytes, w, source, w_bytes, shared, bar)
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
 
@@ -319,7 +324,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return acc
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(memory, warp, lane, count, stage, parity):
+    def consume(shared, warp, lane, count, stage, parity):
         """A warpgroup -> the sums of its 64 features and all tokens over `count` stages, and the
         stage and parity behind them. While the tensor cores multiply one half of a stage, the
         weights of the other half become int8."""
@@ -327,10 +332,10 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         previous, step = int32(0), int32(0)
         while True:  # not `for`: a loop that may have no turn makes ptxas wait at every wgmma
             # --- wait until the stage is full
-            mbarrier_wait(memory, full + MBARRIER * stage, parity)
-            tile = weights_begin + stage * w_bytes + warp * tile_bytes
-            descriptor = swizzled_descriptor(memory, stage * a_bytes)
-            lower, upper = load(memory, tile, lane, 0), load(memory, tile, lane, 1)
+            mbarrier_wait(shared, full + MBARRIER * stage, parity)
+            tile_at = weights_begin + stage * w_bytes + warp * tile_bytes
+            descriptor = swizzled_descriptor(shared, stage * a_bytes)
+            lower, upper = load(shared, tile_at, lane, 0), load(shared, tile_at, lane, 1)
 
             # --- multiply its first half
             acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
@@ -338,8 +343,9 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
             # --- the previous stage has been multiplied: the warp says so
             acc = wait_for_all_but_one(acc)
+            cuda.syncwarp()  # all lanes have loaded their weights of it: one speaks for the warp
             if lane == 0 and step > 0:
-                mbarrier_arrive(memory, empty + MBARRIER * previous)
+                mbarrier_arrive(shared, empty + MBARRIER * previous)
 
             # --- multiply the second half
             acc = multiply(acc, upper, descriptor + 2 * NEXT_32_K)
@@ -349,32 +355,37 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             if step == count:
                 break
         acc = wait_for_all(acc)
+        cuda.syncwarp()
         if lane == 0:
-            mbarrier_arrive(memory, empty + MBARRIER * previous)
+            mbarrier_arrive(shared, empty + MBARRIER * previous)
         return acc, stage, parity
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(x, counters, tile_id, steps, share, extra, partials, arrived, t):
-        """The end of a part of a tile, for all consumers: x, the sums of this block, becomes those
-        of all contributors. Whether this block was the last to arrive; else others will be."""
+    def add_up(sums, shared_words, tile_id, steps, share, extra, partials, arrived, t):
+        """The end of a part of a tile, by all consumers. True if this block is the last of the
+        tile's contributors to arrive: `sums`, its own, have become those of all. Else False, and
+        a block that comes later adds them up."""
         # --- store the partial sums: four of a thread, then four of the next one
-        begin = int32(tile_id * steps)
-        first = block_of(begin, share, extra)
-        others = int32(block_of(int32(begin + steps - 1), share, extra) - first)
-        # The first contributor's range may begin in another tile, whose sums have the first slot
-        slot = int32(1 if range_begin(first, share, extra) < begin else 0)
+        tile_begin = int32(tile_id * steps)
+        first_block = block_of(tile_begin, share, extra)
+        others = int32(block_of(int32(tile_begin + steps - 1), share, extra) - first_block)
+        # A block has slot 0 for the tile that its range begins in, slot 1 for the one that it ends
+        # in, if that is another. Only a tile's first contributor can have begun in another
+        first_slot = int32(1 if range_begin(first_block, share, extra) < tile_begin else 0)
         block = int32(cuda.blockIdx.x)
-        place = int64(2 * block + (slot if block == first else 0)) * tile_sums + 4 * t
+        place = int64(2 * block + (first_slot if block == first_block else 0)) * tile_sums + 4 * t
         for r in range(0, n_acc, 4):
-            store_u32x4(partials, place + r * CONSUMERS, x[r], x[r + 1], x[r + 2], x[r + 3])
+            store_u32x4(
+                partials, place + r * CONSUMERS, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]
+            )
 
-        # --- count this block: who finds all others there is the last
+        # --- count this block: one that finds all others counted is the last
         fence()
         barrier_sync(1, CONSUMERS)
         if t == 0:
-            counters[arrived_before] = cuda.atomic.add(arrived, tile_id, 1)
+            shared_words[earlier_word] = cuda.atomic.add(arrived, tile_id, 1)
         barrier_sync(1, CONSUMERS)
-        if counters[arrived_before] < others:
+        if shared_words[earlier_word] < others:
             return False
         fence()
         if t == 0:
@@ -382,13 +393,13 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
         # --- add up, in the order of K
         for r in range(n_acc):
-            x[r] = 0
+            sums[r] = 0
         for i in range(others + 1):
-            place = int64(2 * (first + i) + (slot if i == 0 else 0)) * tile_sums + 4 * t
+            place = int64(2 * (first_block + i) + (first_slot if i == 0 else 0)) * tile_sums + 4 * t
             for r in range(0, n_acc, 4):
-                y = load_u32x4(partials, place + r * CONSUMERS)
+                four_sums = load_u32x4(partials, place + r * CONSUMERS)
                 for j in range(4):
-                    x[r + j] += int32(y[j])
+                    sums[r + j] += int32(four_sums[j])
         return True
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -397,8 +408,8 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         row_scales of qformats.repack.byte_tiles, a_map of int8 a, token_scales float32[M]; steps of
         128 K; share and extra of `range_begin`. c is float16 and begins at a multiple of 16
         bytes."""
-        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
-        counters = cuda.shared.array(0, int32, alignment=1024)  # the same
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared_words = cuda.shared.array(0, int32, alignment=1024)  # the same, as int32
         a = tensor_map_address(a_map)
         t, steps = int32(cuda.threadIdx.x), int32(steps)
         # shuffled, so that the compiler knows it is one value for the whole warp
@@ -413,8 +424,8 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
         if t == 0:
             for stage in range(stages):
-                mbarrier_init(memory, full + MBARRIER * stage, 1)
-                mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
+                mbarrier_init(shared, full + MBARRIER * stage, 1)
+                mbarrier_init(shared, empty + MBARRIER * stage, CONSUMER_WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()  # the only barrier of all threads
 
@@ -422,15 +433,15 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         if warp >= CONSUMER_WARPS:
             fewer_registers()
             if warp == CONSUMER_WARPS and lane == 0:
-                produce(memory, a, w, item, end, steps, tiles_n)
+                produce(shared, a, w, item, end, steps, tiles_n)
             return
 
         # --- the consumers: tile after tile
         more_registers()
-        x, y = cuda.local.array(n_acc, int32), cuda.local.array(8, float32)
-        lane_scales = cuda.local.array(n_tokens, float32)
+        sums, scaled = cuda.local.array(n_acc, int32), cuda.local.array(8, float32)
+        lane_token_scales = cuda.local.array(n_tokens, float32)
         stage, parity = int32(0), int32(0)
-        row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
+        out_row, out_chunk = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
         while item < end:
             tile_id = quotient(item, steps)
             tile_m = quotient(tile_id, tiles_n)
@@ -438,53 +449,53 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             count = int32(min(int32(tile_id * steps + steps), end) - item)
             item = int32(item + count)
             feature = int32(n0 + 16 * warp + (lane >> 2))
-            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
-            for i in range(n_tokens):  # of tokens m, m + 1, m + 8, m + 9 ...
+            scale_g, scale_g8 = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+            for i in range(n_tokens):  # this lane's tokens: m, m + 1, m + 8, m + 9 ...
                 m = int32(m0 + 2 * (lane & 3) + (i // 2 * 8 + i % 2))
-                lane_scales[i] = token_scales[min(m, int32(M - 1))]
-            acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
-            spread(x, acc)
+                lane_token_scales[i] = token_scales[min(m, int32(M - 1))]
+            acc, stage, parity = consume(shared, warp, lane, count, stage, parity)
+            spread(sums, acc)
 
             # --- a part of a tile: unless it is the last, its sums are left to another block
             if count < steps and not add_up(
-                x, counters, tile_id, steps, share, extra, partials, arrived, t
+                sums, shared_words, tile_id, steps, share, extra, partials, arrived, t
             ):
                 continue
 
             # --- registers -> shared -> global, as in step 12 but some tokens at a time
             token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
             destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
-            source = c_begin + row * C_ROW + (eight ^ (row & 7)) * CHUNK
-            n = int32(n0 + 8 * eight)
-            for first in range(0, block_m, staged):
+            source = c_begin + out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
+            n = int32(n0 + 8 * out_chunk)
+            for first_token in range(0, block_m, staged):
                 barrier_sync(1, CONSUMERS)  # nobody loads the tokens before any more
                 for j in range(0, staged, 16):
-                    # a lane's sums: of tokens m, m + 1, m + 8 and m + 9, of two features each
-                    i = (first + j) // 2
+                    # a lane's next eight sums: of tokens m, m + 1, m + 8 and m + 9, two rows each
+                    i = (first_token + j) // 2
                     for r in range(8):
-                        row_scale = scale_h if r // 2 % 2 else scale_g
-                        scale = lane_scales[i // 2 + (r // 4 * 2 + r % 2)]
-                        y[r] = float32(x[i + r]) * row_scale * scale
+                        row_scale = scale_g8 if r // 2 % 2 else scale_g
+                        token_scale = lane_token_scales[i // 2 + (r // 4 * 2 + r % 2)]
+                        scaled[r] = float32(sums[i + r]) * row_scale * token_scale
                     stmatrix_x4_trans(
-                        memory,
+                        shared,
                         destination + j * C_ROW,
-                        floats_to_halves(y[0], y[1]),
-                        floats_to_halves(y[2], y[3]),
-                        floats_to_halves(y[4], y[5]),
-                        floats_to_halves(y[6], y[7]),
+                        floats_to_halves(scaled[0], scaled[1]),
+                        floats_to_halves(scaled[2], scaled[3]),
+                        floats_to_halves(scaled[4], scaled[5]),
+                        floats_to_halves(scaled[6], scaled[7]),
                     )
                 barrier_sync(1, CONSUMERS)
                 for j in range(0, staged, CONSUMERS // 16):
-                    m = int32(m0 + row + (first + j))
+                    m = int32(m0 + out_row + (first_token + j))
                     if m < M and n < N:
-                        words = load_u32x4(memory, source + j * C_ROW)
+                        eight = load_u32x4(shared, source + j * C_ROW)  # float16
                         if N % 8 == 0:
-                            store_u32x4(c, int64(m) * N + n, words[0], words[1], words[2], words[3])
+                            store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
                         else:  # rows of C do not begin at multiples of 16 bytes
                             for i in range(8):
                                 if n + i < N:
-                                    half = words[i // 2] >> uint32(16 * (i % 2))
-                                    store_u16(c, int64(m) * N + (n + i), half)
+                                    value = eight[i // 2] >> uint32(16 * (i % 2))
+                                    store_u16(c, int64(m) * N + (n + i), value)
 
     return w4a8_wgmma, shared_bytes
 
@@ -492,28 +503,28 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 def tiling(shape: Shape) -> tuple[int, int, int]:
     """(tokens of a tile, tiles, thread blocks)."""
     block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # less than 128 where tokens are few
-    tiles, sms = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m), multiprocessors()
-    if tiles >= sms:
-        return block_m, tiles, sms
-    parts = min(sms // tiles, ceil_div(shape.k, BLOCK_K))  # of a tile, all of one size
-    return block_m, tiles, tiles * parts
+    tiles_c, sms = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m), multiprocessors()
+    if tiles_c >= sms:
+        return block_m, tiles_c, sms
+    parts = min(sms // tiles_c, ceil_div(shape.k, BLOCK_K))  # of a tile, all of one size
+    return block_m, tiles_c, tiles_c * parts
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Partial sums of two tiles a block, and an arrival counter for each tile."""
-    block_m, tiles, blocks = tiling(shape)
-    return ((2 * blocks * BLOCK_N * block_m,), np.int32), ((tiles,), np.int32)
+    block_m, tiles_c, blocks = tiling(shape)
+    return ((2 * blocks * BLOCK_N * block_m,), np.int32), ((tiles_c,), np.int32)
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    block_m, tiles, blocks = tiling(shape)
+    block_m, tiles_c, blocks = tiling(shape)
     run, shared_bytes = kernel(fmt.name, block_m)
     (a, token_scales), steps = activations, ceil_div(shape.k, BLOCK_K)
     operands = TensorMap(a, (block_m, BLOCK_K)), token_scales, *weights, out
-    share, extra = divmod(tiles * steps, blocks)  # of all work items, for each block
+    share, extra = divmod(tiles_c * steps, blocks)  # of all work items, for each block
     args = (*operands, steps, share, extra, *scratch)
     return Launch(run, (blocks,), (THREADS,), args, shared_bytes)
 

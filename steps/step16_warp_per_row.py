@@ -67,7 +67,7 @@ WARPS: Final = 8  # of a thread block; they share nothing but A, in the L1 cache
 BLOCKS_PER_SM: Final = 4  # 32 warps: 4096 rows are resident at once. A lane may have 64 registers
 AHEAD: Final = 4  # chunks that a lane asks for before it uses the first: bytes in flight
 NIBBLES: Final = 0x0F0F0F0F  # the low nibble of each byte of a word
-CENTRE: Final = {"q4_0": -8, "q5_0": -16}  # the offset z of these formats, in units of d
+OFFSET_IN_D: Final = {"q4_0": -8, "q5_0": -16}  # the offset z of these formats, in units of d
 
 
 def row_planes(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -85,10 +85,10 @@ def row_planes(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
 
 @cache
 def kernel(fmt: Format) -> Any:
-    five_bits, minimum = fmt.bits == 5, "m" in (fmt.dtype.names or ())
+    five_bits, has_minimum = fmt.bits == 5, "m" in (fmt.dtype.names or ())
     half_blocks = fmt.bits == 8  # a chunk is half a block
     shift = int(half_blocks)  # block = chunk >> shift
-    centre = float32(CENTRE.get(fmt.name, 0))
+    offset_in_d = float32(OFFSET_IN_D.get(fmt.name, 0))
 
     @cuda.jit(device=True, forceinline=True)
     def fifth_bits(four):
@@ -107,53 +107,56 @@ def kernel(fmt: Format) -> Any:
     @cuda.jit(launch_bounds=(LANES * WARPS, BLOCKS_PER_SM))
     def w4a8_warp_per_row(codes, fifths, scales, qa, ds, c, chunks):
         """c[M, N] = a @ dequantize(w)[N, K]^T; codes, fifths, scales of `row_planes`, each row
-        of so many chunks; qa, ds: Q8_1 A, K-outermost: int8 [K/16, M, 16], (d, s) [K/32, M, 2]."""
+        of `chunks` chunks; qa, ds: Q8_1 A, K-outermost: int8 [K/16, M, 16], (d, s) [K/32, M, 2]."""
         words = cuda.local.array((AHEAD, 4), uint32)
-        fifths_of, scales_of = cuda.local.array(AHEAD, uint32), cuda.local.array(AHEAD, uint32)
+        chunk_fifths = cuda.local.array(AHEAD, uint32)
+        chunk_scales = cuda.local.array(AHEAD, uint32)
         lane, m, n = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y * WARPS + cuda.threadIdx.y
         if n >= c.shape[1]:  # a whole warp leaves: the others' shuffles have all their lanes
             return
         # Chunks are counted in 32 bits, bytes in 64: one instruction makes an address of a chunk
-        M, row = uint32(c.shape[0]), uint32(n * chunks)
+        M, row_begin = uint32(c.shape[0]), uint32(n * chunks)  # the row's first chunk in W
         acc = float32(0)
         for first in range(0, chunks, LANES * AHEAD):
             # --- global -> registers: the next chunks, all of them before the first is used
             for i in range(AHEAD):
                 chunk = uint32(first + LANES * i + lane)
                 if chunk < chunks:
-                    at = uint32(row + chunk)
-                    x = load_u32x4_once(codes, int64(at) * CHUNK)
-                    words[i, 0], words[i, 1], words[i, 2], words[i, 3] = x
+                    at = uint32(row_begin + chunk)
+                    four = load_u32x4_once(codes, int64(at) * CHUNK)
+                    words[i, 0], words[i, 1], words[i, 2], words[i, 3] = four
                     if five_bits:
-                        fifths_of[i] = fifths[at]
-                    if minimum:
-                        scales_of[i] = load_u32(scales, 2 * int64(at))
+                        chunk_fifths[i] = fifths[at]
+                    if has_minimum:
+                        chunk_scales[i] = load_u32(scales, 2 * int64(at))
                     else:
-                        scales_of[i] = load_u16(scales, at >> shift)
+                        chunk_scales[i] = load_u16(scales, at >> shift)
 
             # --- multiply: the integers of a block, then its scales
             for i in range(AHEAD):
                 chunk = uint32(first + LANES * i + lane)
                 if chunk < chunks:
-                    d = half_to_float(uint16(scales_of[i]))
+                    d = half_to_float(uint16(chunk_scales[i]))
                     da, s = load_f32x2(ds, 2 * int64(uint32((chunk >> shift) * M + m)))
                     if half_blocks:
-                        x = load_u32x4(qa, int64(uint32(chunk * M + m)) * CHUNK)
-                        total = dp4a(words[i, 1], x[1], dp4a(words[i, 0], x[0], 0))
-                        total = dp4a(words[i, 3], x[3], dp4a(words[i, 2], x[2], total))
+                        a = load_u32x4(qa, int64(uint32(chunk * M + m)) * CHUNK)
+                        total = dp4a(words[i, 1], a[1], dp4a(words[i, 0], a[0], 0))
+                        total = dp4a(words[i, 3], a[3], dp4a(words[i, 2], a[2], total))
                     else:
-                        low = uint32(2 * chunk * M + m)
-                        x = load_u32x4(qa, int64(low) * CHUNK)
-                        y = load_u32x4(qa, int64(uint32(low + M)) * CHUNK)
-                        bits = fifths_of[i] if five_bits else uint32(0)
-                        total = add_products(0, words[i, 0], bits, x[0], y[0])
-                        total = add_products(total, words[i, 1], bits >> uint32(4), x[1], y[1])
-                        total = add_products(total, words[i, 2], bits >> uint32(8), x[2], y[2])
-                        total = add_products(total, words[i, 3], bits >> uint32(12), x[3], y[3])
-                        if minimum:
-                            acc += half_to_float(uint16(scales_of[i] >> uint32(16))) * s
+                        a_at = uint32(2 * chunk * M + m)  # the first of two chunks of A
+                        a_low = load_u32x4(qa, int64(a_at) * CHUNK)
+                        a_high = load_u32x4(qa, int64(uint32(a_at + M)) * CHUNK)
+                        fifth0 = chunk_fifths[i] if five_bits else uint32(0)  # of word 0
+                        fifth1, fifth2 = fifth0 >> uint32(4), fifth0 >> uint32(8)
+                        fifth3 = fifth0 >> uint32(12)
+                        total = add_products(0, words[i, 0], fifth0, a_low[0], a_high[0])
+                        total = add_products(total, words[i, 1], fifth1, a_low[1], a_high[1])
+                        total = add_products(total, words[i, 2], fifth2, a_low[2], a_high[2])
+                        total = add_products(total, words[i, 3], fifth3, a_low[3], a_high[3])
+                        if has_minimum:
+                            acc += half_to_float(uint16(chunk_scales[i] >> uint32(16))) * s
                         else:
-                            acc += centre * d * s
+                            acc += offset_in_d * d * s
                     acc += d * da * float32(total)
 
         # --- add up the warp: with each shuffle, a lane's sum is that of twice as many lanes

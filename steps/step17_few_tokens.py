@@ -3,16 +3,16 @@
 What is new
     Step 16 reads all of W for every token. Here a thread block has 32 rows of W and eight tokens,
     the columns of an mma, and its 16 warps share K: warp i takes tiles i, i + 16, i + 32 ... of 128
-    K. Each has a *ring* of its own in shared memory, as the thread block of step 9 has one, and no
-    barrier of the block stops a warp until K is done: a slot is refilled as soon as its warp has
+    K. Each has a *ring* of its own in shared memory, of two stages, which are called *slots* here.
+    No barrier of the block stops a warp until K is done: a slot is refilled as soon as its warp has
     multiplied it, while the copies of the other slot go on.
 
         warp 0     tiles 0, 16, 32 ...     32 x 8 sums  ---.
         warp 1     tiles 1, 17, 33 ...     32 x 8 sums  ---+--->  C: 8 tokens x 32 features
         warp 15    tiles 15, 31, 47 ...    32 x 8 sums  ---'
 
-    What fills a slot is two fragment-packed tiles of 16 rows, which are one piece of memory, and
-    the A that they meet. In shared memory A of all slots comes first, then the tiles of all slots:
+    A slot has two fragment-packed tiles of 16 rows, which are one piece of memory, and the A that
+    they meet. In shared memory A of all slots comes first, then the tiles of all slots:
 
         |8 tokens x 64 K|8 tokens x 64 K|   ...   |rows 0 .. 15 x 128 K|rows 16 .. 31 x 128 K|
               1024            1024                         1152                 1152 bytes (Q4_0)
@@ -84,7 +84,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
     tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
     # Shared memory: A of all slots of all warps, then their packed tiles
     a_bytes, w_bytes = 2 * A_HALF, ROW_TILES * tile_bytes  # of a slot
-    weights_at = WARPS * SLOTS * a_bytes
+    weights_begin = WARPS * SLOTS * a_bytes
     shared_bytes = WARPS * SLOTS * (a_bytes + w_bytes)
     group_bytes = TILE_GROUP * tile_bytes  # of 128 rows and 128 K of W
     n_acc = 4 * ROW_TILES
@@ -92,9 +92,9 @@ def kernel(format_name: str) -> tuple[Any, int]:
     wait_for_oldest = cp_async_wait(SLOTS - 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_slot(memory, to_a, to_w, a, w, m0, source, k_tile, lane):
-        """A warp issues the copies of 128 K to a slot: A to byte `to_a`, weights from byte `source`
-        of w to byte `to_w`."""
+    def copy_slot(shared, slot_a, slot_w, a, w, m0, source, k_tile, lane):
+        """A warp issues the copies of 128 K to a slot: A to byte `slot_a` of shared memory, weights
+        from byte `source` of w to byte `slot_w`."""
         # --- A: 16 lanes copy 256 bytes of a token. Beyond M and K they write zeros. Weights beyond
         # K are zeros, but what lies in shared memory may be NaN, and 0 * NaN is NaN
         M, K = int32(a.shape[0]), int32(a.shape[1])
@@ -103,19 +103,20 @@ def kernel(format_name: str) -> tuple[Any, int]:
         for i in range(0, TOKENS, LANES // 16):
             token = (lane >> 4) + i
             size = uint32(CHUNK if m0 + token < M and k < K else 0)
-            to = to_a + (chunk >> 3) * A_HALF + token * A_ROW + ((chunk & 7) ^ token) * CHUNK
-            cp_async_16_zfill(memory, to, a, int64(m0 + token) * K + k, size)
+            destination = slot_a + (chunk >> 3) * A_HALF + token * A_ROW
+            destination += ((chunk & 7) ^ token) * CHUNK
+            cp_async_16_zfill(shared, destination, a, int64(m0 + token) * K + k, size)
         # --- W: one piece of memory
         for i in range(0, w_bytes, LANES * CHUNK):
             if i + CHUNK * lane < w_bytes:
-                cp_async_16(memory, to_w + i + CHUNK * lane, w, source + (i + CHUNK * lane))
+                cp_async_16(shared, slot_w + i + CHUNK * lane, w, source + (i + CHUNK * lane))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(memory, row, chunk, token):
+    def load_tokens(shared, row_at, chunk, token):
         """The B fragments of 64 K of a slot: (b0, b1) of each 16 K. Lane 8i + r gives ldmatrix the
-        address of row r, a token, of matrix i, a chunk. row: the byte of that token's 64 K."""
-        low = ldmatrix_x4(memory, row + (chunk ^ token) * CHUNK)
-        return low + ldmatrix_x4(memory, row + ((4 + chunk) ^ token) * CHUNK)
+        address of row r, a token, of matrix i, a chunk. row_at: the byte of that token's 64 K."""
+        low = ldmatrix_x4(shared, row_at + (chunk ^ token) * CHUNK)
+        return low + ldmatrix_x4(shared, row_at + ((4 + chunk) ^ token) * CHUNK)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, r, words, b):
@@ -133,9 +134,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
     @cuda.jit(launch_bounds=(THREADS, 1))
     def w4a16_few_tokens(w, row_scales, a, c, k_tiles):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
-        which have so many tiles of 128 K. a and c are float16; a begins at a multiple of 16 bytes.
-        """
-        memory = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
+        with `k_tiles` tiles of 128 K. a and c are float16; a begins at a multiple of 16 bytes."""
+        shared = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         sums = cuda.shared.array(0, float32, alignment=128)  # the same, when K is done
         acc = cuda.local.array(n_acc, float32)
         t, k_tiles = int32(cuda.threadIdx.x), int32(k_tiles)
@@ -143,13 +143,13 @@ def kernel(format_name: str) -> tuple[Any, int]:
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
         m0, n0 = int32(cuda.blockIdx.x * TOKENS), int32(cuda.blockIdx.y * ROWS)
         count = int32((k_tiles - warp + (WARPS - 1)) // WARPS)  # tiles of K of this warp
-        # Where the next weights lie in W, where 128 K of 8 row tiles are together, then the next
-        # 128 K; and the slots in shared memory
+        # The byte of this warp's next weights in W, which has 128 K of 8 row tiles side by side,
+        # then their next 128 K; and the bytes of the warp's slots in shared memory
         row_tile = n0 // TILE_ROWS
         source = (int64(row_tile // TILE_GROUP) * k_tiles + warp) * group_bytes
         source += row_tile % TILE_GROUP * tile_bytes
-        step = WARPS * group_bytes  # from one tile of this warp to its next
-        own_a, own_w = warp * (SLOTS * a_bytes), weights_at + warp * (SLOTS * w_bytes)
+        stride = WARPS * group_bytes  # from one tile of this warp to its next
+        own_a, own_w = warp * (SLOTS * a_bytes), weights_begin + warp * (SLOTS * w_bytes)
         for r in range(n_acc):
             acc[r] = 0
 
@@ -158,9 +158,9 @@ def kernel(format_name: str) -> tuple[Any, int]:
         k_tile = warp
         for s in range(SLOTS):
             if s < count:
-                to_a, to_w = own_a + s * a_bytes, own_w + s * w_bytes
-                copy_slot(memory, to_a, to_w, a, w, m0, source, k_tile, lane)
-            source += step
+                slot_a, slot_w = own_a + s * a_bytes, own_w + s * w_bytes
+                copy_slot(shared, slot_a, slot_w, a, w, m0, source, k_tile, lane)
+            source += stride
             k_tile = int32(k_tile + WARPS)
             cp_async_commit()
 
@@ -171,18 +171,18 @@ def kernel(format_name: str) -> tuple[Any, int]:
             cuda.syncwarp()
 
             # --- multiply: 64 K of both packed tiles, then the other 64
-            at_a, at_w = own_a + slot * a_bytes, own_w + slot * w_bytes
+            slot_a, slot_w = own_a + slot * a_bytes, own_w + slot * w_bytes
             for half in range(2):
-                b = load_tokens(memory, at_a + half * A_HALF + token * A_ROW, chunk, token)
+                b = load_tokens(shared, slot_a + half * A_HALF + token * A_ROW, chunk, token)
                 for j in range(ROW_TILES):
-                    words = load(memory, at_w + j * tile_bytes, lane, half)
+                    words = load(shared, slot_w + j * tile_bytes, lane, half)
                     multiply(acc, 4 * j, words, b)
 
             # --- refill the slot, when all lanes have read it
             cuda.syncwarp()
             if i + SLOTS < count:
-                copy_slot(memory, at_a, at_w, a, w, m0, source, k_tile, lane)
-            source += step
+                copy_slot(shared, slot_a, slot_w, a, w, m0, source, k_tile, lane)
+            source += stride
             k_tile = int32(k_tile + WARPS)
             cp_async_commit()
             slot = int32(slot + 1 if slot < SLOTS - 1 else 0)

@@ -84,34 +84,34 @@ def kernel(format_name: str) -> tuple[Any, int]:
     # Shared memory: A of all slots of all warps, as boxes begin at multiples of 1024 bytes; then
     # their packed tiles, then their mbarriers
     a_bytes, w_bytes = 2 * A_HALF, ROW_TILES * tile_bytes  # of a slot
-    weights_at = WARPS * SLOTS * a_bytes
-    bars_at = WARPS * SLOTS * (a_bytes + w_bytes)
-    shared_bytes = bars_at + WARPS * SLOTS * MBARRIER
+    weights_begin = WARPS * SLOTS * a_bytes
+    bars_begin = WARPS * SLOTS * (a_bytes + w_bytes)
+    shared_bytes = bars_begin + WARPS * SLOTS * MBARRIER
     group_bytes = TILE_GROUP * tile_bytes  # of 128 rows and 128 K of W
     n_acc = 4 * ROW_TILES
     warp_sums = TOKENS * SUMS_ROW
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_weights(memory, to, w, source, full):
-        """One lane issues the copy of a slot's packed tiles, and tells its mbarrier `full` how many
-        bytes to wait for, A's included: `copy_tokens` follows."""
-        mbarrier_arrive_expect(memory, full, a_bytes + w_bytes)
-        bulk_copy(memory, to, w, source, w_bytes, memory, full)
+    def copy_weights(shared, slot_w, w, source, bar):
+        """One lane issues the copy of a slot's packed tiles, and tells its mbarrier, `bar`, how
+        many bytes to wait for, A's included: `copy_tokens` follows."""
+        mbarrier_arrive_expect(shared, bar, a_bytes + w_bytes)
+        bulk_copy(shared, slot_w, w, source, w_bytes, shared, bar)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_tokens(memory, to, a, m0, k_tile, full):
+    def copy_tokens(shared, slot_a, a, m0, k_tile, bar):
         """One lane issues the copies of a slot's A, two boxes of 64 K. Beyond M and K a box is
         zeros."""
         k = int32(k_tile * TILE_K)
-        tensor_copy(memory, to, a, k, m0, memory, full)
-        tensor_copy(memory, to + A_HALF, a, int32(k + BOX_K), m0, memory, full)
+        tensor_copy(shared, slot_a, a, k, m0, shared, bar)
+        tensor_copy(shared, slot_a + A_HALF, a, int32(k + BOX_K), m0, shared, bar)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(memory, row, chunk, token):
+    def load_tokens(shared, row_at, chunk, token):
         """The B fragments of 64 K of a slot: (b0, b1) of each 16 K. Lane 8i + r gives ldmatrix the
-        address of row r, a token, of matrix i, a chunk. row: the byte of that token's 64 K."""
-        low = ldmatrix_x4(memory, row + (chunk ^ token) * CHUNK)
-        return low + ldmatrix_x4(memory, row + ((4 + chunk) ^ token) * CHUNK)
+        address of row r, a token, of matrix i, a chunk. row_at: the byte of that token's 64 K."""
+        low = ldmatrix_x4(shared, row_at + (chunk ^ token) * CHUNK)
+        return low + ldmatrix_x4(shared, row_at + ((4 + chunk) ^ token) * CHUNK)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, r, words, b):
@@ -129,10 +129,10 @@ def kernel(format_name: str) -> tuple[Any, int]:
     @cuda.jit(launch_bounds=(THREADS, 1))
     def w4a16_bulk_copies(a_map, w, row_scales, c, k_tiles):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
-        which have so many tiles of 128 K, a_map of a. a and c are float16; a begins at a multiple
-        of 16 bytes."""
+        with `k_tiles` tiles of 128 K, a_map of a. a and c are float16; a begins at a multiple of
+        16 bytes."""
         griddepcontrol_launch_dependents()  # the next launch may begin wherever an SM is free
-        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        shared = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         sums = cuda.shared.array(0, float32, alignment=1024)  # the same, when K is done
         acc = cuda.local.array(n_acc, float32)
         a = tensor_map_address(a_map)
@@ -141,13 +141,13 @@ def kernel(format_name: str) -> tuple[Any, int]:
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
         m0, n0 = int32(cuda.blockIdx.x * TOKENS), int32(cuda.blockIdx.y * ROWS)
         count = int32((k_tiles - warp + (WARPS - 1)) // WARPS)  # tiles of K of this warp
-        # Where the next weights lie in W, and the slots in shared memory
+        # The bytes of this warp's next weights in W, and of its slots in shared memory
         row_tile = n0 // TILE_ROWS
         source = (int64(row_tile // TILE_GROUP) * k_tiles + warp) * group_bytes
         source += row_tile % TILE_GROUP * tile_bytes
-        step = WARPS * group_bytes  # from one tile of this warp to its next
-        own_a, own_w = warp * (SLOTS * a_bytes), weights_at + warp * (SLOTS * w_bytes)
-        bars = bars_at + warp * (SLOTS * MBARRIER)
+        stride = WARPS * group_bytes  # from one tile of this warp to its next
+        own_a, own_w = warp * (SLOTS * a_bytes), weights_begin + warp * (SLOTS * w_bytes)
+        own_bars = bars_begin + warp * (SLOTS * MBARRIER)
         for r in range(n_acc):
             acc[r] = 0
 
@@ -155,45 +155,45 @@ def kernel(format_name: str) -> tuple[Any, int]:
         # the launch before this one, which may make A, still runs
         if lane == 0:
             for s in range(SLOTS):
-                mbarrier_init(memory, bars + MBARRIER * s, 1)
+                mbarrier_init(shared, own_bars + MBARRIER * s, 1)
             fence_mbarrier_init()
             if count > 0:
-                copy_weights(memory, own_w, w, source, bars)
+                copy_weights(shared, own_w, w, source, own_bars)
 
         # --- when that launch has ended: A of the first slot, and the other slots
         griddepcontrol_wait()
         if lane == 0:
             for s in range(SLOTS):
                 if s < count:
-                    full = bars + MBARRIER * s
+                    bar = own_bars + MBARRIER * s
                     if s > 0:
-                        copy_weights(memory, own_w + s * w_bytes, w, source + s * step, full)
-                    copy_tokens(memory, own_a + s * a_bytes, a, m0, int32(warp + s * WARPS), full)
+                        copy_weights(shared, own_w + s * w_bytes, w, source + s * stride, bar)
+                    copy_tokens(shared, own_a + s * a_bytes, a, m0, int32(warp + s * WARPS), bar)
         cuda.syncwarp()  # lane 0 has made the mbarriers: other lanes may wait for them
-        source += SLOTS * step
+        source += SLOTS * stride
         k_tile = int32(warp + SLOTS * WARPS)
 
         slot, parity, chunk, token = int32(0), int32(0), lane >> 3, lane & 7
         for i in range(count):
             # --- wait for the oldest slot
-            at_a, at_w = own_a + slot * a_bytes, own_w + slot * w_bytes
-            full = bars + MBARRIER * slot
-            mbarrier_wait(memory, full, parity)
+            slot_a, slot_w = own_a + slot * a_bytes, own_w + slot * w_bytes
+            bar = own_bars + MBARRIER * slot
+            mbarrier_wait(shared, bar, parity)
 
             # --- multiply: 64 K of both packed tiles, then the other 64
             for half in range(2):
-                b = load_tokens(memory, at_a + half * A_HALF + token * A_ROW, chunk, token)
+                b = load_tokens(shared, slot_a + half * A_HALF + token * A_ROW, chunk, token)
                 for j in range(ROW_TILES):
-                    words = load(memory, at_w + j * tile_bytes, lane, half)
+                    words = load(shared, slot_w + j * tile_bytes, lane, half)
                     multiply(acc, 4 * j, words, b)
 
             # --- refill the slot, when all lanes have read it. Its mbarrier has completed a phase,
             # so one lane may arm it for the next
             cuda.syncwarp()
             if lane == 0 and i + SLOTS < count:
-                copy_weights(memory, at_w, w, source, full)
-                copy_tokens(memory, at_a, a, m0, k_tile, full)
-            source += step
+                copy_weights(shared, slot_w, w, source, bar)
+                copy_tokens(shared, slot_a, a, m0, k_tile, bar)
+            source += stride
             k_tile = int32(k_tile + WARPS)
             slot = int32(slot + 1)
             if slot == SLOTS:

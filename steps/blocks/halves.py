@@ -46,9 +46,12 @@ FLIPPED: Final = {"q4_0": 8, "q8_0": 128}  # `tiles` has flipped this bit: two's
 class HalfWeights:
     """How a lane makes float16 weights of a fragment-packed tile.
 
-    tile_bytes                   bytes of a packed tile
-    load(m, offset, lane, half)  the words above, of half 0 or 1 of the packed tile at m[offset]
-    fragment(words, k16)         (a0, a1, a2, a3) of 16 of these 64 K; k16, 0 to 3, is a constant:
+    tile_bytes
+        bytes of a packed tile
+    load(array, offset, lane, half)
+        the words above, of half 0 or 1 of the packed tile at byte `offset` of an array
+    fragment(words, k16)
+        (a0, a1, a2, a3) of 16 of these 64 K; k16, 0 to 3, is a constant:
 
                       lower half   upper half
         row g          a0: 2t       2t + 1
@@ -112,23 +115,23 @@ def half_weights(name: str) -> HalfWeights:
 
     # --- loads ------------------------------------------------------------------------------------
     @cuda.jit(device=True, forceinline=True)
-    def load_codes(m, offset, lane, half):
+    def load_codes(array, offset, lane, half):
         if bits == 8:
             first = offset + half * 1024 + lane * 16
-            return load_u32x4(m, first) + load_u32x4(m, first + 512)
-        w0, w1, w2, w3 = load_u32x4(m, offset + half * 512 + lane * 16)
+            return load_u32x4(array, first) + load_u32x4(array, first + 512)
+        w0, w1, w2, w3 = load_u32x4(array, offset + half * 512 + lane * 16)
         if bits == 5:
-            return w0, w1, w2, w3, load_u32(m, offset + fifths_at + half * 128 + lane * 4)
+            return w0, w1, w2, w3, load_u32(array, offset + fifths_at + half * 128 + lane * 4)
         return w0, w1, w2, w3
 
     @cuda.jit(device=True, forceinline=True)
-    def load(m, offset, lane, half):
+    def load(array, offset, lane, half):
         row_g = offset + (lane >> 2) * 16 + half * 4  # row g + 8 has its scales 8 bytes further
-        scales = load_u32(m, row_g + scales_at), load_u32(m, row_g + scales_at + 8)
+        scales = load_u32(array, row_g + scales_at), load_u32(array, row_g + scales_at + 8)
         if has_minimum:
-            minima = load_u32(m, row_g + minima_at), load_u32(m, row_g + minima_at + 8)
-            return load_codes(m, offset, lane, half) + scales + minima
-        return load_codes(m, offset, lane, half) + scales
+            minima = load_u32(array, row_g + minima_at), load_u32(array, row_g + minima_at + 8)
+            return load_codes(array, offset, lane, half) + scales + minima
+        return load_codes(array, offset, lane, half) + scales
 
     codes = two_codes(bits, FLIPPED.get(name, 0))
 

@@ -46,15 +46,22 @@ LOWER_FOUR, HIGHEST, LOWEST = 0x78787878, 0x80808080, 0x08080808  # of a code in
 class IntegerWeights:
     """How a lane makes int8 operands of a fragment-packed tile.
 
-    tile_bytes                   bytes of a packed tile
-    has_minimum                  Q4_1 and Q5_1: there are minima, and bytes are unsigned
-    scales_at, minima_at         where these begin: float16 [8 g][row g, row g + 8][4 blocks]
-    load(m, offset, lane, half)  the words above, of half 0 or 1 of the packed tile at m[offset]
-    fragment(words, odd)         (a0, a1, a2, a3) of the first block of these 64 K, or (odd) of the
-                                 second: bytes that are codes times a power of two
-    scale(word, odd)             float32: what these bytes are to be multiplied by, of the lower or
-                                 (odd) the upper of a word's two float16
-    minimum(word, odd)           float32: a minimum likewise
+    tile_bytes
+        bytes of a packed tile
+    has_minimum
+        Q4_1 and Q5_1: there are minima, and bytes are unsigned
+    scales_at, minima_at
+        the bytes of a packed tile where these begin: float16 [8 g][row g, row g + 8][4 blocks]
+    load(array, offset, lane, half)
+        the words above, of half 0 or 1 of the packed tile at byte `offset` of an array
+    fragment(words, odd)
+        (a0, a1, a2, a3) of the first block of these 64 K, or (odd) of the second: bytes that are
+        codes times a power of two
+    scale(word, odd)
+        float32: what these bytes are to be multiplied by, of the lower or (odd) the upper of a
+        word's two float16
+    minimum(word, odd)
+        float32: a minimum likewise
     """
 
     tile_bytes: int
@@ -82,13 +89,13 @@ def integer_weights(name: str) -> IntegerWeights:
 
     # --- loads ------------------------------------------------------------------------------------
     @cuda.jit(device=True, forceinline=True)
-    def load(m, offset, lane, half):
+    def load(array, offset, lane, half):
         if bits == 8:
             first = offset + half * 1024 + lane * 16
-            return load_u32x4(m, first) + load_u32x4(m, first + 512)
-        w0, w1, w2, w3 = load_u32x4(m, offset + half * 512 + lane * 16)
+            return load_u32x4(array, first) + load_u32x4(array, first + 512)
+        w0, w1, w2, w3 = load_u32x4(array, offset + half * 512 + lane * 16)
         if bits == 5:
-            return w0, w1, w2, w3, load_u32(m, offset + fifths_at + half * 128 + lane * 4)
+            return w0, w1, w2, w3, load_u32(array, offset + fifths_at + half * 128 + lane * 4)
         return w0, w1, w2, w3
 
     # --- codes -> bytes ---------------------------------------------------------------------------

@@ -137,7 +137,7 @@ MISTAKES = (
         "contents",
         "holds what belongs to",
     ),
-    Mistake(8, "token_scales, shared, d, 1", "token_scales, shared, d, 0", "loads"),
+    Mistake(8, "token_scales, shared, d_at, 1", "token_scales, shared, d_at, 0", "loads"),
     Mistake(9, "range(stages):\n            copy", "range(0):\n            copy", "nan"),
     Mistake(
         9,
@@ -148,10 +148,18 @@ MISTAKES = (
     ),
     Mistake(9, "(shared, step * stage_bytes, w", "(shared, 0, w", "copy overwritten"),
     Mistake(
-        9, "stage + stage_bytes if stage < last_stage else 0", "stage + stage_bytes", "out of range"
+        9,
+        "stage_at + stage_bytes if stage_at < last_stage_at else 0",
+        "stage_at + stage_bytes",
+        "out of range",
     ),
-    Mistake(11, "b_odd, ring, stage + chunk, 3", "b_odd, ring, stage + chunk, 2", "loads"),
-    Mistake(11, "r = 4 * (i * columns + j)", "r = 4 * (i + j)", "wrong value"),
+    Mistake(
+        11,
+        "b_odd, shared, stage_at + chunk_at, 3",
+        "b_odd, shared, stage_at + chunk_at, 2",
+        "loads",
+    ),
+    Mistake(11, "r = 4 * (i * token_groups + j)", "r = 4 * (i + j)", "wrong value"),
     Mistake(
         12,
         "        wgmma_fence()  # what has been written to the registers may be read\n",
@@ -159,7 +167,7 @@ MISTAKES = (
         "rule",
     ),
     Mistake(12, "            fence_proxy_async()", "            #", "race"),
-    Mistake(12, "descriptor + a_bytes // CHUNK", "descriptor + a_bytes", "nan"),
+    Mistake(12, "descriptor += a_half_bytes // CHUNK", "descriptor += a_half_bytes", "nan"),
     Mistake(17, "8 * chunk", "4 * chunk", "misaligned"),
     Mistake(
         17,

@@ -108,7 +108,7 @@ WAITS: Final = ("cp_async_wait", "wgmma_wait")
 
 LATER: Final = "one group later"
 
-STAGE: Final = re.compile(r"stage|previous|s|slot|base")
+STAGE: Final = re.compile(r"stage|previous|stage_at|previous_at|s|slot|base")
 """Names of a stage: its number, or the first of its bytes."""
 
 STAGE_NUMBER: Final = re.compile(r"stage|s|step")
@@ -803,7 +803,23 @@ EMPTY: Final = (
     "is issued a whole ring before the end"
 )
 
+CONVERGED: Final = (
+    "the wait for wgmma before it is of the whole warp, whose lanes have loaded by then; the barrier "
+    "orders the loads before the arrival of one lane without counting on that"
+)
+
 EQUIVALENT: Final[dict[Key, str]] = {
+    **{
+        (home, function, "cuda.syncwarp()", i, "left out"): CONVERGED
+        for home, function, i in (
+            ("step13_warp_specialized", "consume", 1),
+            ("ring", "release", 1),
+            ("step14_persistent", "consume", 1),
+            ("step14_persistent", "consume", 2),
+            ("step15_wgmma_int8", "consume", 1),
+            ("step15_wgmma_int8", "consume", 2),
+        )
+    },
     **{
         ("wgmma_float16", "w4a16_persistent", f"wait_for_all_but_one({acc})", i, "left out"): (
             COVERED

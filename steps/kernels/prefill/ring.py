@@ -50,8 +50,8 @@ class Ring:
 
     end: the first byte behind the barriers
     make(memory, consumers)
-        by one thread, before a block-wide barrier: the barriers. consumers: how many release a
-        stage; in steps 13 to 15 every warp of the consumer warpgroups does
+        by one thread, before a block-wide barrier: the barriers. consumers: how many warps release
+        a stage; in steps 13 to 15 all of the consumer warpgroups
     next_stage(stage, parity) -> (stage, parity)
     wait_empty(memory, stage, parity)
         the producer: the stage may be filled
@@ -60,8 +60,8 @@ class Ring:
     full(stage) -> the byte of `memory` where the barrier is that copies report to
     wait_full(memory, stage, parity)
         a consumer: what was copied may be read
-    release(memory, stage)
-        one thread of each consumer: all threads of that consumer have finished with the stage
+    release(memory, stage, lane)
+        every lane of a consumer warp: the warp has finished with the stage
     """
 
     end: int
@@ -110,8 +110,10 @@ def mbarrier_ring(stages: int, first_byte: int) -> Ring:
         mbarrier_wait(memory, full(stage), parity)
 
     @cuda.jit(device=True, forceinline=True)
-    def release(memory, stage):
-        mbarrier_arrive(memory, empty_byte + BARRIER_BYTES * stage)
+    def release(memory, stage, lane):
+        cuda.syncwarp()  # all lanes have loaded what they need of it: one speaks for the warp
+        if lane == 0:
+            mbarrier_arrive(memory, empty_byte + BARRIER_BYTES * stage)
 
     return Ring(
         end=empty_byte + BARRIER_BYTES * stages,
