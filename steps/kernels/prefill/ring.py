@@ -60,8 +60,10 @@ class Ring:
     full(stage) -> the byte of `memory` where the barrier is that copies report to
     wait_full(memory, stage, parity)
         a consumer: what was copied may be read
-    release(memory, stage, lane)
-        every lane of a consumer warp: the warp has finished with the stage
+    release(memory, stage, speaks)
+        every lane of a consumer warp: the warp has finished with the stage. One lane speaks for
+        it; where none does, nothing is released. (A branch around the call would make ptxas wait
+        at every wgmma.)
     """
 
     end: int
@@ -110,9 +112,9 @@ def mbarrier_ring(stages: int, first_byte: int) -> Ring:
         mbarrier_wait(memory, full(stage), parity)
 
     @cuda.jit(device=True, forceinline=True)
-    def release(memory, stage, lane):
-        cuda.syncwarp()  # all lanes have loaded what they need of it: one speaks for the warp
-        if lane == 0:
+    def release(memory, stage, speaks):
+        cuda.syncwarp()  # all lanes have loaded what they need of the stage
+        if speaks:
             mbarrier_arrive(memory, empty_byte + BARRIER_BYTES * stage)
 
     return Ring(

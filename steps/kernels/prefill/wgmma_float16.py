@@ -143,8 +143,8 @@ def kernel(
                     acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
-                if step > 0:  # the stage before has been multiplied
-                    release(memory, previous, lane)
+                # the stage before has been multiplied
+                release(memory, previous, lane == 0 and step > 0)
                 if acc_halves == 2:
                     acc1 = multiply(acc1, lower1, b)
                     upper1 = load(memory, at + acc_half_bytes, lane, 1)
@@ -162,7 +162,7 @@ def kernel(
                     break
             others_begin = int32(-1)
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
-            release(memory, previous, lane)
+            release(memory, previous, lane == 0)
             finish(acc, 0, tile_id, m0, n0, first_block, last_block, slot, destination)
             if acc_halves == 2:
                 finish(acc1, 1, tile_id, m0, n0, first_block, last_block, slot, destination)

@@ -153,8 +153,7 @@ def kernel(
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
-                if step > 0:
-                    release(memory, previous, lane)
+                release(memory, previous, lane == 0 and step > 0)
                 acc = multiply(acc, upper, b + 2 * NEXT_32_K)
                 if stagger and step == others_begin:
                     barrier_arrive(STAGGER_BARRIER, CONSUMERS)
@@ -165,7 +164,7 @@ def kernel(
                     break
             others_begin = int32(-1)
             acc = wait_for_all(acc)
-            release(memory, previous, lane)
+            release(memory, previous, lane == 0)
             finish(acc[:n_sums], 0, tile_id, m0, n0, first_block, last_block, slot, destination)
             if bm > ACC_HALF_TOKENS:
                 finish(acc[n_sums:], 1, tile_id, m0, n0, first_block, last_block, slot, destination)

@@ -119,8 +119,7 @@ def kernel(
             acc = wait_for_all_but_one(acc)  # done: the last step's lower half, its registers free
             acc = multiply(acc, lower, b)
             acc = wait_for_all_but_one(acc)  # done: the last step's upper half, its stage read
-            if step > 0:
-                release(memory, previous, lane)
+            release(memory, previous, lane == 0 and step > 0)
             acc = multiply(acc, upper, b + box_bytes // 16)
             previous = stage
             stage, parity = next_stage(stage, parity)
