@@ -804,8 +804,8 @@ EMPTY: Final = (
 )
 
 CONVERGED: Final = (
-    "the wait for wgmma before it is of the whole warp, whose lanes have loaded by then; the barrier "
-    "orders the loads before the arrival of one lane without counting on that"
+    "the wait for wgmma before it is of the whole warp, whose lanes have loaded by then; the "
+    "barrier orders the loads before the arrival of one lane without counting on that"
 )
 
 EQUIVALENT: Final[dict[Key, str]] = {
