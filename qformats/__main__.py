@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from qformats.codec import FORMATS, format_named
 from qformats.draw import BOXES, COLOUR, PLAIN, Ink, draw
-from qformats.terminal import sentence, shown
+from qformats.terminal import sentence
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ def _tensors(args: argparse.Namespace) -> str:
     rows = [("name", "type", "shape", "bytes")]
     for one in found:
         shape = " x ".join(map(str, one.shape)) or "scalar"
-        rows.append((shown(one.name), one.type, shape, str(one.nbytes)))
+        rows.append((one.name, one.type, shape, str(one.nbytes)))
     name, kind, dims, size = (max(map(len, column)) for column in zip(*rows, strict=True))
     rows.insert(1, ("-" * name, "-" * kind, "-" * dims, "-" * size))
     lines = [f"{a:<{name}}  {b:<{kind}}  {c:<{dims}}  {d:>{size}}" for a, b, c, d in rows]

@@ -35,7 +35,7 @@ from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from numpy.typing import NDArray
 
 from qformats.codec import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Floats
-from qformats.terminal import sentence
+from qformats.terminal import sentence, shown
 
 _FLOATS: Final = {"f32": "<f4", "f16": "<f2", "bf16": "<u2"}  # NumPy has no bfloat16: its bits
 READABLE: Final = (*WEIGHT_FORMATS, *FILE_FORMATS, *_FLOATS)
@@ -71,7 +71,8 @@ class GGUFError(ValueError):
 class Tensor:
     """One tensor of a file. `shape` is NumPy's, outermost first: a weight matrix is (N, K).
 
-    `type` is ggml's name of it in lower case ("q4_k", "f32"), `offset` its first byte in the file.
+    `name` is as `qformats.terminal.shown`, `type` ggml's name of it in lower case ("q4_k", "f32"),
+    `offset` its first byte in the file.
     """
 
     name: str
@@ -158,7 +159,7 @@ def _read(path: Path, decode: bool = False) -> tuple[dict[str, Any], dict[str, T
                 f"{count}: get the parts again"
             )
         if twice := found.keys() & more.keys():
-            raise GGUFError(f"{part} has {min(twice)!r} of an earlier part: get the parts again")
+            raise GGUFError(f"{part} has '{min(twice)}' of an earlier part: get the parts again")
         found |= more
         if len(found) > _ENTRIES:
             raise GGUFError(f"{path} and its parts have more than {_ENTRIES} tensors")
@@ -214,11 +215,12 @@ class _Cursor:
         number: int = struct.unpack_from("<Q", self.data, self.skip(8, what))[0]
         return number
 
-    def text(self, what: str) -> str:
+    def name(self, what: str) -> str:
+        """That of a key or a tensor, as `shown`: all that later names it may print it."""
         count = self.u64(f"the length of {what}")
         start = self.skip(count, what)
         try:
-            return self.data[start : self.at].decode()
+            return shown(self.data[start : self.at].decode())
         except UnicodeDecodeError:
             raise self.damaged(f"{what} at byte {start} is not UTF-8") from None
 
@@ -245,12 +247,12 @@ class _Cursor:
     def value(self, key: str, decode: bool) -> tuple[int, Any]:
         """(The type, the value) of a key: a string or number, of an array a list or an array; None
         where it is only stepped over."""
-        what, count, stated = f"the value of {key!r}", None, self.u32(f"the type of {key!r}")
+        what, count, stated = f"the value of '{key}'", None, self.u32(f"the type of '{key}'")
         kind = stated
         if kind == _ARRAY:
-            kind, count = self.u32(f"the item type of {key!r}"), self.u64(f"the length of {key!r}")
+            kind, count = self.u32(f"the item type of '{key}'"), self.u64(f"the length of '{key}'")
             if count > _ITEMS:
-                raise self.damaged(f"{key!r} states {count} items; at most {_ITEMS} are read")
+                raise self.damaged(f"'{key}' states {count} items; at most {_ITEMS} are read")
         items = 1 if count is None else count
         if kind == _STRING:
             found = self.texts(items, what, decode)
@@ -314,9 +316,9 @@ def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], dict[st
     found: dict[str, Any] = {}
     alignment = GGUF_DEFAULT_ALIGNMENT
     for i in range(keys):
-        key = cursor.text(f"key {i}")
+        key = cursor.name(f"key {i}")
         if key in found:
-            raise cursor.damaged(f"two keys are called {key!r}")
+            raise cursor.damaged(f"two keys are called '{key}'")
         own = key == "general.alignment" or key in _SPLIT
         kind, found[key] = cursor.value(key, decode or own)
         if key == "general.alignment":
@@ -327,7 +329,7 @@ def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], dict[st
     for i in range(count):
         entry = _entry(cursor, i)
         if entry.name in entries:
-            raise cursor.damaged(f"two tensors are called {entry.name!r}")
+            raise cursor.damaged(f"two tensors are called '{entry.name}'")
         entries[entry.name] = entry
     made = _tensors(cursor, list(entries.values()), alignment)
     return found, {one.name: one for one in made}
@@ -339,52 +341,52 @@ def _tensors(cursor: _Cursor, entries: list[_Entry], alignment: int) -> list[Ten
     for entry in entries:
         if entry.offset % alignment:
             raise cursor.damaged(
-                f"{entry.name!r} has offset {entry.offset}, no multiple of {alignment}"
+                f"'{entry.name}' has offset {entry.offset}, no multiple of {alignment}"
             )
         kind, size = _sized(cursor, entry)
         one = Tensor(entry.name, kind, entry.dims[::-1], size, begin + entry.offset, file)
         if one.offset + size > len(cursor.data):
             raise GGUFError(
-                f"{cursor.path} is cut short or damaged: {entry.name!r} lies in bytes {one.offset} "
+                f"{cursor.path} is cut short or damaged: '{entry.name}' lies in bytes {one.offset} "
                 f"to {one.offset + size} of {len(cursor.data)}; get the file again"
             )
         made.append(one)
     spans = sorted((one.offset, one.offset + one.nbytes, one.name) for one in made)
     for (_, end, before), (start, _, name) in pairwise(spans):
         if start < end:
-            raise cursor.damaged(f"{before!r} and {name!r} overlap at byte {start}")
+            raise cursor.damaged(f"'{before}' and '{name}' overlap at byte {start}")
     return made
 
 
 def _entry(cursor: _Cursor, i: int) -> _Entry:
-    name = cursor.text(f"the name of tensor {i}")
-    rank = cursor.u32(f"the rank of {name!r}")
+    name = cursor.name(f"the name of tensor {i}")
+    rank = cursor.u32(f"the rank of '{name}'")
     if rank > _DIMENSIONS:
-        raise cursor.damaged(f"{name!r} has {rank} dimensions; {_DIMENSIONS} are the most")
-    dims = tuple(cursor.u64(f"a dimension of {name!r}") for _ in range(rank))
-    kind = cursor.u32(f"the type of {name!r}")
-    return _Entry(name, dims, kind, cursor.u64(f"the offset of {name!r}"))
+        raise cursor.damaged(f"'{name}' has {rank} dimensions; {_DIMENSIONS} are the most")
+    dims = tuple(cursor.u64(f"a dimension of '{name}'") for _ in range(rank))
+    kind = cursor.u32(f"the type of '{name}'")
+    return _Entry(name, dims, kind, cursor.u64(f"the offset of '{name}'"))
 
 
 def _sized(cursor: _Cursor, entry: _Entry) -> tuple[str, int]:
     """(The type in lower case, how many bytes of data) the entry states."""
     if entry.type in _REMOVED:
         raise GGUFError(
-            f"{cursor.path}: {entry.name!r} is {_REMOVED[entry.type]}, a type that was removed "
+            f"{cursor.path}: '{entry.name}' is {_REMOVED[entry.type]}, a type that was removed "
             f"from GGUF: convert the model again"
         )
     try:
         kind = GGMLQuantizationType(entry.type)
     except ValueError:
         raise GGUFError(
-            f"{cursor.path}: {entry.name!r} is of type {entry.type}, which the installed gguf does "
+            f"{cursor.path}: '{entry.name}' is of type {entry.type}, which the installed gguf does "
             f"not know; a newer gguf may, else the file is damaged"
         ) from None
     elements, size = GGML_QUANT_SIZES[kind]
     row = entry.dims[0] if entry.dims else 1
     if row % elements:
         raise cursor.damaged(
-            f"{entry.name!r} has rows of {row} elements, and {kind.name.lower()} has {elements} a "
+            f"'{entry.name}' has rows of {row} elements, and {kind.name.lower()} has {elements} a "
             f"block"
         )
     return kind.name.lower(), math.prod(entry.dims) // elements * size

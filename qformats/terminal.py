@@ -2,7 +2,7 @@
 
 An escape sequence writes the clipboard, sets the title or hides what stood before it; bidirectional
 controls show a text in another order than it has. Names, values and answers of a model file come
-from whoever wrote it. JSON keeps them as they are.
+from whoever wrote it. Names are read so, values stay as they are until they are printed.
 """
 
 from __future__ import annotations

@@ -21,9 +21,15 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
+from qformats.terminal import sentence, shown
+
 
 class RecordError(ValueError):
-    """A result file that is not one: names the file's field and what was found there."""
+    """A result file that is not one: names the file's field and what was found there, as
+    `qformats.terminal.shown`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(sentence(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,8 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     elif hint is float:
         if isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
             return float(data)
+    elif hint is str and isinstance(data, str):
+        return shown(data, "\n\t")
     elif isinstance(data, hint) and not (hint is int and isinstance(data, bool)):
         return data
     raise RecordError(f"{where} is {data!r}, expected {getattr(hint, '__name__', hint)}")

@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_refusal(error):
             raise
-        print(f"{where}: {' '.join(str(error).split())}", file=sys.stderr)
+        from qformats.terminal import sentence  # the package is there: no ModuleNotFoundError
+
+        print(f"{where}: {sentence(str(error))}", file=sys.stderr)
         return 2
 
 

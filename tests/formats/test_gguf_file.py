@@ -23,6 +23,7 @@ from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, gguf_file, quantize
 from qformats.__main__ import main
 from qformats.gguf_file import READABLE, GGUFError, metadata, tensors
 from qformats.terminal import shown
+from steps import gemm
 
 ROOT = Path(__file__).parents[2]
 N, K = 6, 512
@@ -584,6 +585,17 @@ def test_a_name_cannot_move_the_cursor(capsys, tmp_path):
     assert status == 0
     assert "\\x1b[2J\\n\u2588  q4_0" in out
     assert "\x1b" not in out
+
+
+def test_names_reach_no_message_raw(tmp_path):
+    """Whoever prints an error, of `gemm` too."""
+    path = tmp_path / "model.gguf"
+    own = key("\x1b]0;a", 4, struct.pack("<I", 1))
+    path.write_bytes(file_of(infos=[info("\x1b[2J", (4,), 24)], keys=[own]))
+    found = tensors(path)["\\x1b[2J"]
+    with pytest.raises(TypeError, match=r"^\\x1b\[2J is i8: w must hold blocks of "):
+        gemm(np.zeros((1, 32), np.float32), found)
+    assert list(metadata(path)) == ["\\x1b]0;a"]
 
 
 def test_a_name_of_letters_that_the_terminal_lacks(tmp_path):

@@ -174,6 +174,16 @@ def test_a_lying_record_is_refused_and_nothing_written(
     assert list(tmp_path.rglob("*.*")) == []
 
 
+def test_texts_of_a_run_are_as_a_terminal_may_show_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    text = codec.to_json(replace(make_run(), env=Environment(gpu="a GPU\x1b]0;mine\n")))
+    path.write_text(text)
+    assert store.read(path).env.gpu == "a GPU\\x1b]0;mine\n"
+    path.write_text(text.replace('"gpu"', '"\\u001b[2J"'))
+    with pytest.raises(RecordError, match=re.escape(r"unknown fields ['\x1b[2J']")):
+        store.read(path)
+
+
 def test_a_total_below_its_kernel_is_a_lie_unless_noise_says_nothing() -> None:
     assert total_below_kernel(make_row()) is None
     close = make_row(total_us=98.5, total_p20_us=98.0, total_p80_us=99.0)
