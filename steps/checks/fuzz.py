@@ -46,6 +46,9 @@ Machine: TypeAlias = "Gpu | Simulator"
 LARGEST: Final = {"float32": 2.0**128, "float16": 65504.0, "bfloat16": 2.0**128}
 """Of C, by its dtype. Sums that may come to an eighth of it are promised to be finite."""
 
+SPOILED: Final = ("nan", "inf")
+"""Kinds of rows whose outputs are not finite."""
+
 LEAST: Final = 1e-30
 """Rows whose largest |a| is below it are only promised not to grow: scales get subnormal."""
 
@@ -131,9 +134,11 @@ def complaints(
         )
         c = np.array(multiply(prepared, machine))
         require_unchanged(prepared, machine, step, a, kept)
-    with spent.on("judging"):
         used = operands(prepared, machine)
-        found = _wrong_rows(case, step, problem, c, used, weights.products)
+    with spent.on("multiplying in float64"):
+        answers = _answers(case, problem, used, weights.products)
+    with spent.on("judging"):
+        found = _wrong_rows(case, step, problem, c, used, answers, weights.products)
     with spent.on("repeating"):
         for again in _again(case, a, weights, machine):
             x, y = _floats(again), _floats(c)
@@ -207,22 +212,34 @@ def _refusals(
 # --- the rows of C --------------------------------------------------------------------------------
 
 
+def _answers(case: FuzzCase, problem: Problem, used: Any, products: Products) -> Answers | None:
+    """What rows of finite kinds should be, one after the other; None where there is none."""
+    finite = np.flatnonzero(~np.isin(_kinds(case), SPOILED))
+    if not finite.size:
+        return None
+    return products.answers(None if used is None else used.rows(finite), problem.a[finite])
+
+
+def _kinds(case: FuzzCase) -> np.ndarray:
+    """The kind of each row."""
+    return np.resize(case.kinds, case.m)
+
+
 def _wrong_rows(
     case: FuzzCase,
     step: Kernel,
     problem: Problem,
     c: np.ndarray,
     used: Any,
+    answers: Answers | None,
     products: Products,
 ) -> list[str]:
     found: list[str] = []
-    kinds = np.resize(case.kinds, case.m)
-    finite = np.flatnonzero(~np.isin(kinds, ("nan", "inf")))
-    if finite.size:
-        answers = products.answers(None if used is None else used.rows(finite), problem.a[finite])
+    kinds = _kinds(case)
+    finite = np.flatnonzero(~np.isin(kinds, SPOILED))
     for kind in sorted(set(kinds)):
         rows = np.flatnonzero(kinds == kind)
-        if kind in ("nan", "inf"):
+        if kind in SPOILED:
             part = _floats(c[rows])
             wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
             if wrong.any():
@@ -231,7 +248,7 @@ def _wrong_rows(
                     f"{np.count_nonzero(wrong)} of {part.size} outputs of rows with {kind} hide "
                     f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
                 )
-        else:
+        elif answers is not None:
             of_rows = answers.rows(np.searchsorted(finite, rows))
             found += _wrong_kind(case, step, problem, c, used, rows, of_rows, products)
     return found
@@ -362,7 +379,8 @@ def _called(
     on_gpu = machine.cc is not None
     empty = np.full((case.m, case.n), 0x7F, np.uint8).astype(ARRAYS[case.c])
     at = _on_gpu(a, case.offset, case.a) if on_gpu else a
-    outs = [_on_gpu(empty, case.offset) if on_gpu else empty.copy() for _ in range(2)]
+    calls_made = 1 if case.via == "gemm" else 2
+    outs = [_on_gpu(empty, case.offset) if on_gpu else empty.copy() for _ in range(calls_made)]
     if case.via == "gemm":
         if _refused_by_gemm(case, machine):
             return []
@@ -383,7 +401,7 @@ def _called(
 
 def _refused_by_gemm(case: FuzzCase, machine: Machine) -> bool:
     """Whether A has a NaN or infinity and is NumPy's, where it costs little to look."""
-    return machine.cc is None and bool({"nan", "inf"} & set(case.kinds[: case.m]))
+    return machine.cc is None and bool({*SPOILED} & {*case.kinds[: case.m]})
 
 
 def _replayed(calls: Callable[[Any], None]) -> None:

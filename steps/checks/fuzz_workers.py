@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from steps.checks import fuzz
+from steps.checks.float64 import PLAIN, float64_product
 from steps.checks.fuzz import Spent, Weights
 from steps.checks.fuzz_cases import FuzzCase, drawn_work, require_work, sharing
 from steps.compile import kernel_cache
@@ -33,7 +33,10 @@ from steps.product.choice import Choice, Request
 from steps.registry import kernel_of
 
 SHARED: Final = 32
-"""Cases with the same weights."""
+"""Cases with the same weights, at most."""
+
+DRAWN: Final = 96
+"""Of so many that are drawn: for some there may be no kernel, and no time to compile it."""
 
 COMPILING: Final = 0.5
 """The most of its time that a process compiles."""
@@ -76,6 +79,8 @@ def fuzz_on_gpu(
     """Random products of some steps, by number. tell: is called with the line of a wrong case and
     what is wrong. report: with what there is so far, twice a second."""
     require_work([kernel_of(number) for number in numbers], cc)
+    some = np.zeros((1, 1))  # of the kernel that all processes launch
+    compiled(float64_product, signature_of((some, some, some, PLAIN)), architecture(cc))
     until = monotonic() + seconds
     return supervised(_work, (tuple(numbers), seed, until), processes, until + LATE, tell, report)
 
@@ -175,17 +180,17 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     from steps.driver.machines import Gpu
 
-    worker = Worker(Gpu(), numbers, [seed, index], until, line, pipe.send)
     try:
-        worker.run()
+        worker = Worker(Gpu(), numbers, [seed, index], until, line, pipe.send)
+        try:
+            worker.run()
+        finally:
+            worker.tell_sum()
     except BaseException as error:
         said = traceback.format_exception_only(error)[-1].strip()
         where = traceback.extract_tb(error.__traceback__)[-1]
-        pipe.send(("wrong", worker.at, [f"{said} ({where.filename}:{where.lineno})"]))
-    worker.tell_sum()
+        pipe.send(("wrong", line.value.decode(), [f"{said} ({where.filename}:{where.lineno})"]))
     pipe.send(("end",))
-    pipe.close()
-    sys.stdout.flush()
     os._exit(0)  # a context that is lost may not survive an orderly end
 
 
@@ -210,21 +215,21 @@ class Worker:
         self._missing: set[tuple[Any, Any]] = set()
         self._new: set[str] = set()
         self._open: list[FuzzCase] = []
-        self._count, self.at, self._lost = 0, "", False
+        self._count, self._lost = 0, False
 
     def run(self) -> None:
         while not self._is_over():
-            with self._spent.on("drawing"):
-                work = self._next_work()
-                some = sharing(self._rng, work, self._machine.cc is None, SHARED)
-                weights = Weights(some[0], self._machine, on_machine=True)
+            some = self._next_cases()
+            weights = None
             for case in some:
-                self.at = str(case)
-                self._line.value = self.at.encode()[: LONGEST - 1]
                 if self._is_over():
                     break
-                if self._can_run(case, work) and not self._is_right(case, weights):
-                    weights = Weights(case, self._machine, on_machine=True)  # may be changed
+                if weights is None:
+                    with self._spent.on("drawing"):
+                        weights = Weights(case, self._machine, on_machine=True)
+                self._is_at(case)
+                if not self._is_right(case, weights):
+                    weights = None  # a kernel may have changed them
                 if monotonic() - self._told > TOLD:
                     self.tell_sum()
 
@@ -241,17 +246,29 @@ class Worker:
         now = monotonic()
         return self._compiled <= COMPILING * (now - self._begin) and now < self._until - LAST
 
-    def _next_work(self) -> FuzzCase:
+    def _is_at(self, case: FuzzCase) -> None:
+        self._line.value = str(case).encode()[: LONGEST - 1]
+
+    def _next_cases(self) -> list[FuzzCase]:
+        """Cases that can run and share weights: of another work, or while there is no time to
+        compile of one that has kernels."""
         if self._open and not self._may_compile():
-            return self._open[int(self._rng.integers(len(self._open)))]
-        return drawn_work(self._rng, self._kernels, self._machine.cc)
+            work = self._open[int(self._rng.integers(len(self._open)))]
+        else:
+            work = drawn_work(self._rng, self._kernels, self._machine.cc)
+        some: list[FuzzCase] = []
+        for case in sharing(self._rng, work, self._machine.cc is None, DRAWN):
+            if len(some) < SHARED and not self._is_over() and self._can_run(case, work):
+                some.append(case)
+        return some
 
     def _can_run(self, case: FuzzCase, work: FuzzCase) -> bool:
         """Whether there are kernels for a case: known, kept on disk, or compiled now. At the first
         case of a work they are."""
         if self._machine.cc is None:
             return True
-        with self._spent.on("drawing"):
+        self._is_at(case)
+        with self._spent.on("finding kernels"):
             request = Request(case.format, case.m, case.n, case.k, case.a, case.c, step=case.step)
             launches = Choice.of(case.kernel, case.family, request).launches()
             keys = [(one.kernel, signature_of(one.args)) for one in launches]

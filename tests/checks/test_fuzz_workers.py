@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from steps.checks import fuzz, fuzz_workers
 from steps.checks.fuzz_cases import FuzzCase
 from steps.checks.fuzz_workers import Totals, Worker, supervised
+from steps.driver import machines
 from steps.driver.machines import Simulator
+from steps.registry import ladder
 from tests.checks.pretended import pretend
 
 
@@ -38,22 +41,47 @@ def test_processes_are_added_up_and_those_that_die_are_told() -> None:
     assert max(reports) == 10
 
 
-def _worker(seconds: float, sent: list[tuple[Any, ...]]) -> Worker:
-    line, until = SimpleNamespace(value=b""), time.monotonic() + seconds
+def test_an_error_of_a_process_is_told_where_it_was(monkeypatch: Any) -> None:
+    """Such as here, where there is no GPU, or it cannot be used."""
+
+    def no_gpu() -> None:
+        raise RuntimeError("no CUDA GPU can be used here")
+
+    class Exited(BaseException):
+        pass
+
+    def ended(status: int) -> None:
+        raise Exited
+
+    monkeypatch.setattr(machines, "Gpu", no_gpu)
+    monkeypatch.setattr(fuzz_workers.os, "_exit", ended)
+    monkeypatch.setattr(fuzz_workers.signal, "signal", lambda *_: None)
+    sent: list[tuple[Any, ...]] = []
+    line, pipe = SimpleNamespace(value=b"case 7"), SimpleNamespace(send=sent.append)
+    with pytest.raises(Exited):
+        fuzz_workers._work(0, line, pipe, (1,), 0, time.monotonic() + 60)
+    (kind, at, (sentence,)), end = sent
+    assert (kind, at, end) == ("wrong", "case 7", ("end",))
+    assert re.match(r"RuntimeError: no CUDA GPU can be used here \(.*workers\.py:\d+\)", sentence)
+
+
+def _worker(seconds: float, sent: list[tuple[Any, ...]], line: Any = None) -> Worker:
+    line, until = line or SimpleNamespace(value=b""), time.monotonic() + seconds
     return Worker(Simulator(), [1, 16], [0, 1], until, line, sent.append)
 
 
 def test_a_worker_counts_its_products_and_its_seconds(monkeypatch: Any) -> None:
     """Every case is right."""
-    monkeypatch.setattr(fuzz_workers, "SHARED", 2)
     sent: list[tuple[Any, ...]] = []
-    worker = _worker(10, sent)
+    line = SimpleNamespace(value=b"")
+    worker = _worker(10, sent, line)
     worker.run()
     worker.tell_sum()
     assert {one[0] for one in sent} == {"sum"}, sent
     assert sum(products for _, products, _, _ in sent) > 1
-    assert set().union(*(spent for *_, spent in sent)) >= {"drawing", "multiplying", "judging"}
-    FuzzCase.parse(worker.at)
+    spent = {"drawing", "packing", "multiplying", "multiplying in float64", "judging"}
+    assert spent <= {what for *_, spent in sent for what in spent}
+    FuzzCase.parse(line.value.decode())
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -78,3 +106,44 @@ def test_a_worker_ends_when_the_gpu_is_lost(monkeypatch: Any) -> None:
     (one,) = sent
     assert one[0] == "wrong"
     assert one[2] == ["CudaAPIError: gone"]
+
+
+class Pretended(Simulator):
+    """A GPU of compute capability 9.0, as far as a worker looks before it multiplies."""
+
+    cc = (9, 0)
+
+
+def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
+    """What is on disk is used at once; a kernel is asked for once."""
+    clock, asked, compilations, judged = [0.0], [], [], []
+    code = SimpleNamespace(cubin=b"code")
+
+    def find(*key: Any) -> Any:
+        asked.append(key)
+        return code if len(asked) % 4 == 0 else None
+
+    def compiled(*key: Any) -> Any:
+        clock[0] += 8
+        compilations.append(key)
+        return code
+
+    def is_right(case: FuzzCase, *_: Any) -> tuple[list[str], bool]:
+        clock[0] += 0.02
+        judged.append(case)
+        return [], False
+
+    monkeypatch.setattr(fuzz_workers, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(fuzz_workers.kernel_cache, "find", find)
+    monkeypatch.setattr(fuzz_workers, "compiled", compiled)
+    monkeypatch.setattr(fuzz_workers, "Weights", lambda *_, **__: None)
+    monkeypatch.setattr(fuzz, "judged", is_right)
+    numbers = [step.number for step in ladder()]
+    line, sent = SimpleNamespace(value=b""), []
+    Worker(Pretended(), numbers, [0, 1], 200, line, sent.append).run()
+    assert 9 <= len(compilations) <= 14, "a product of some kernels needs two"
+    assert len(judged) > 300 * len(compilations)
+    assert len(asked) == len(set(asked)), "asking takes long"
+    assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) > 5
+    assert {c.k for c in judged} != {judged[0].k}
+    assert sent

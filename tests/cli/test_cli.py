@@ -10,14 +10,18 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from steps.checks import fuzz
+from steps.checks.fuzz_workers import Totals
 from steps.checks.select import UsageError
 from steps.cli import arguments
+from steps.cli import fuzz as fuzz_command
 from steps.cli import main as cli
 from steps.cli import tools as nvidia
 from steps.registry import ladder
@@ -144,6 +148,61 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
     assert "all of it is wrong\n  again: make fuzz" in told
     assert cli.main(["fuzz", "--case", re.search(r'CASE="(.*)"', told)[1]]) == 1
     assert cli.main(["fuzz", "--case", "step=0"]) == 2
+
+
+def _pretended_gpu(monkeypatch, wrong: int, stop: bool = False) -> None:
+    """A GPU on which processes find some wrong cases."""
+
+    def fuzz_on_gpu(numbers, seed, seconds, jobs, cc, tell, report) -> Totals:
+        assert (list(numbers), seed, seconds, jobs, cc) == ([1, 2], 3, 60, 5, (9, 0))
+        for i in range(wrong):
+            tell(f"step={i}", ["is off", "hides it"])
+        if stop:
+            raise KeyboardInterrupt
+        totals = Totals(1000, {"a", "b"}, Counter(judging=30.0, compiling=90.0), wrong)
+        report(totals)
+        return totals
+
+    gpu = SimpleNamespace(cc=(9, 0))
+    monkeypatch.setattr(fuzz_command, "machines", lambda _: ("H9", lambda _: gpu, None))
+    monkeypatch.setattr(fuzz_command, "fuzz_on_gpu", fuzz_on_gpu)
+
+
+FUZZ = ["fuzz", "1", "2", "--seed", "3", "--jobs", "5"]
+
+
+def test_fuzz_on_a_gpu_says_how_much_and_what_took_its_time(capsys, monkeypatch) -> None:
+    _pretended_gpu(monkeypatch, 0)
+    assert cli.main(FUZZ) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        "5 processes: compiling 75%, judging 25%",
+        "1000 products of 2 kernels on the H9 in 0 s, SEED=3: none wrong",
+    ]
+    assert told.err == "", "no line of progress in a pipe"
+
+
+def test_fuzz_tells_some_wrong_cases_and_counts_all(capsys, monkeypatch) -> None:
+    _pretended_gpu(monkeypatch, 60)
+    assert cli.main(FUZZ) == 1
+    told = capsys.readouterr().out
+    assert told.startswith('step=0\n  is off\n  hides it\n  again: make fuzz CASE="step=0"\n')
+    assert told.count("again: ") == fuzz_command.MOST == 50
+    assert "\n... and 10 more\n" in told
+    assert told.endswith(" on the H9 in 0 s, SEED=3: 60 wrong\n")
+    assert cli.main([*FUZZ, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["products"], facts["kernels"], facts["wrong"]) == (1000, 2, 60)
+    assert facts["spent"] == {"judging": 30.0, "compiling": 90.0}
+    assert facts["cases"]["step=59"] == ["is off", "hides it"]
+
+
+def test_fuzz_that_is_interrupted_says_so(capsys, monkeypatch) -> None:
+    _pretended_gpu(monkeypatch, 1, stop=True)
+    assert cli.main(FUZZ) == 130
+    told = capsys.readouterr()
+    assert told.err == "\npython -m steps fuzz: interrupted\n"
+    assert told.out.startswith("step=0\n")
 
 
 # --- what is refused ------------------------------------------------------------------------------
