@@ -1,4 +1,4 @@
-"""Rows of a quantized matrix as floats, from ggml's own bytes: all of them, or those with given ids.
+"""Rows of a quantized matrix as floats, from ggml's own bytes: all of them, or those with some ids.
 
 What is new
     A thread makes eight neighbouring values. They lie in one group of one block, so scale and
