@@ -107,7 +107,7 @@ def _done(args: Namespace, work: Work) -> int:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
     do = operations.PLAIN
     if on_gpu:
-        do = kernel_operations.chosen(args.between, autotuned=asked("bench", False))
+        do = kernel_operations.chosen(args.between)
     env = environment() if args.json else None  # it asks git and nvidia-smi, which take a while
     found, status = work(args, do, ranks)
     if env is not None and FIRST:

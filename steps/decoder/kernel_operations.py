@@ -233,11 +233,11 @@ def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
     return swiglu.launch(y, x)
 
 
-def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
-    """The operations in a mode: "kernels" or one of `operations.MODES`; by default the kernels.
+def chosen(mode: str | None = None) -> Operations:
+    """The operations in a mode: "kernels", "plain" or "compiled" by torch; by default the kernels,
+    and on a GPU of less than `LEAST_CC` compiled.
 
-    autotuned: for the modes of torch's compiler, see `operations.compiled`.
-    ValueError for a mode that there is not on this GPU.
+    ValueError for kernels on such a GPU.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CC
     if mode == MODE and not can:
@@ -245,6 +245,6 @@ def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
             "the operations between products cannot be 'kernels' here: their kernels take a GPU of "
             "compute capability 8.0 or later; use plain or compiled"
         )
-    if mode != MODE and (mode or not can):
-        return operations.compiled(mode, autotuned)
-    return Kernels().operations()
+    if mode == "plain":
+        return PLAIN
+    return operations.compiled() if mode == "compiled" or not can else Kernels().operations()

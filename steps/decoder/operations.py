@@ -169,40 +169,13 @@ class Operations(NamedTuple):
 
 PLAIN: Final = Operations("plain")
 FUNCTIONS: Final = Operations._fields[1:-2]
-OVERLAP: Final = "triton.enable_pdl"
-AUTOTUNED: Final = "coordinate_descent_tuning"
-MODES: Final = ("plain", "compiled", "overlapped")
 
 
-def compiled(mode: str | None = None, autotuned: bool = False) -> Operations:
-    """The functions in a mode: "plain", "compiled" by torch (Inductor), or "overlapped".
-
-    overlapped: compiled, and a kernel may begin while the one before it ends (programmatic
-    dependent launch), as kernels of products do: a product then loads its first weights in a norm.
-    It is the default where torch and the GPU (compute capability 9.0) can, else "compiled" is.
-    autotuned: enables Inductor's autotuning, which takes seconds more for each function; at one
-    token attention is a fifth faster with it.
-    ValueError for a mode that there is not here.
-    """
-    can = OVERLAP in torch._inductor.list_options() and torch.cuda.is_available()
-    can = can and torch.cuda.get_device_capability() >= (9, 0)
-    mode = mode or ("overlapped" if can else "compiled")
-    if mode == "plain":
-        return PLAIN
-    if mode not in MODES or (mode == "overlapped" and not can):
-        raise ValueError(
-            f"the operations between products cannot be {mode!r} here: use {' or '.join(MODES[:2])}"
-            f"{', or overlapped' if can else ' (overlapped takes torch 2.11 and a Hopper GPU)'}"
-        )
+def compiled() -> Operations:
+    """The functions compiled by torch (Inductor)."""
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    options = {OVERLAP: True} if mode == "overlapped" else {}
-    options |= {AUTOTUNED: True} if autotuned else {}
-
-    def one(function: Callable[..., Any]) -> Callable[..., Any]:
-        made: Callable[..., Any] = torch.compile(
-            function, fullgraph=True, dynamic=False, options=options
-        )
-        return made
-
-    made: dict[str, Any] = {name: one(getattr(PLAIN, name)) for name in FUNCTIONS}
-    return PLAIN._replace(mode=f"{mode}, autotuned" if autotuned else mode, **made)
+    made: dict[str, Any] = {
+        name: torch.compile(getattr(PLAIN, name), fullgraph=True, dynamic=False)
+        for name in FUNCTIONS
+    }
+    return PLAIN._replace(mode="compiled", **made)

@@ -113,21 +113,15 @@ def test_rows_of_an_embedding_are_what_their_blocks_say(name: str) -> None:
 def test_operations_between_products_are_compiled_whole(tiny: Any, monkeypatch: Any) -> None:
     """Each function is one graph to torch's compiler, attention in another form among them."""
     plain = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, options, **rest: plain(f, backend="aot_eager", **rest)
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, **rest: plain(f, backend="aot_eager", **rest))
     torch._dynamo.reset()
-    made = operations.compiled("compiled")
-    assert made.mode == "compiled"
+    made = operations.compiled()
     ids = torch.tensor([checks.prompt(files.WORDS, 5), checks.prompt(files.WORDS, 5, 1)])
     wanted, logits = generate(reference(tiny), ids, 3, keep=True)
     tokens, others = generate(reference(tiny, made), ids, 3, keep=True)
     assert torch.equal(tokens, wanted)
     for a, b in zip(others, logits, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-    assert operations.compiled("plain") is operations.PLAIN
-    with pytest.raises(ValueError, match="cannot be 'overlapped' here: use plain or compiled"):
-        operations.compiled("overlapped")
 
 
 @pytest.mark.parametrize("count", [1, 7, 509, 1024, 32000, 128256])
@@ -135,17 +129,6 @@ def test_the_likeliest_token_is_that_of_the_largest_logit(count: int) -> None:
     logits = torch.randn(3, count, generator=torch.Generator().manual_seed(count))
     logits[1, -1] = 99
     assert torch.equal(operations.argmax_of_rows(logits), logits.argmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("autotuned", "mode"), [(False, "compiled"), (True, "compiled, autotuned")]
-)
-def test_autotuning_is_asked_for_and_said(monkeypatch: Any, autotuned: bool, mode: str) -> None:
-    asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(torch, "compile", lambda f, *, options, **rest: asked.append(options) or f)
-    assert operations.compiled("compiled", autotuned).mode == mode
-    assert asked == [{operations.AUTOTUNED: True} if autotuned else {}] * len(operations.FUNCTIONS)
-    assert operations.AUTOTUNED in torch._inductor.list_options()
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -542,16 +525,16 @@ def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["plain", None])
+@pytest.mark.parametrize("how", ["plain", "compiled", "kernels"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("accuracy", ["exact", "fast"])
-def test_right_on_a_gpu(cuda: Any, tmp_path: Any, how: str | None, accuracy: str) -> None:
-    path = files.write_tiny(tmp_path / "tiny.gguf")
-    found = checks.against_torch(
-        path,
-        checks.prompt(files.WORDS),
-        accuracy=accuracy,
-        operations=operations.compiled(how),
-    )
+def test_right_on_a_gpu(
+    cuda: Any, tmp_path: Any, how: str, architecture: str, accuracy: str
+) -> None:
+    """In a CUDA graph, against torch in float64."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture)
+    ids, do = checks.prompt(files.WORDS), kernel_operations.chosen(how)
+    found = checks.against_torch(path, ids, accuracy=accuracy, operations=do)
     assert found["right"], found
 
 

@@ -16,7 +16,7 @@ from steps.decoder import files, keys
 from steps.decoder.keys import KEYS, TEXT, TEXTS, TOKEN, WHOLE
 from steps.decoder.model import torch_products
 from tests.decoder import gguf_bytes
-from tests.decoder.gguf_bytes import BOOL, F32, I32, I64, STRING, U32, array
+from tests.decoder.gguf_bytes import BOOL, F32, F64, I32, I64, STRING, U32, array
 from tests.decoder.test_decoder import SMALL
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -125,6 +125,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(tiny: gguf_bytes.File, tmp_path: Path, case: str) -> None:
     changes, told = BAD[case]
     assert said(tmp_path / "m.gguf", tiny.with_keys(changes)).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        ("block_count", U32, 2**32 - 1),
+        ("context_length", I64, -1),
+        ("attention.layer_norm_rms_epsilon", F32, -1.0),
+        ("rope.dimension_count", U32, 2**32 - 1),
+        ("rope.freq_base", F32, NAN),
+        ("rope.scaling.factor", F64, 1e-320),
+        ("rope.scaling.factor", F32, INFINITE),
+        ("rope.scaling.yarn_beta_slow", F32, 0.0),
+    ],
+)
+def test_numbers_that_no_model_has(
+    tiny: gguf_bytes.File, tmp_path: Path, name: str, kind: int, value: Any
+) -> None:
+    told = said(tmp_path / "m.gguf", tiny.with_keys({f"llama.{name}": (kind, value)}))
+    assert told.startswith(f"llama.{name} is {value}, and ")
+    assert told.endswith(" are taken: convert the model again")
 
 
 TOKENS = [name for name, key in KEYS.items() if key.type == TOKEN]
