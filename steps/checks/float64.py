@@ -1,7 +1,7 @@
 """The float64 products that a fuzzer compares with: by NumPy, or by a machine for many products.
 
     Products(blocks).answers(used, a)               by NumPy
-    MachineProducts(blocks, gpu).answers(used, a)   the same by `float64_product`
+    MachineProducts(blocks, gpu).answers(used, a)   the same by `float64_products`
 
 What is multiplied is `reference.product`'s in both: `factors` of activations and `terms` of
 weights. A machine keeps the terms, so that hundreds of products with the same weights cost no more
@@ -24,13 +24,13 @@ from steps.contract import Launch, Machine, ceil_div
 Operands = Q81 | Halves | Bfloats | Tokens
 
 TILE: Final = 16
-"""Outputs of a thread block in M and in N, and K of a stage."""
+"""Outputs of a thread block in M and in N."""
 
-STRIDE: Final = TILE + 1
-"""Numbers from one row of a stage to the next in shared memory."""
+DEPTH: Final = 64
+"""K of a stage in shared memory."""
 
-PLAIN, SIZES, SQUARES = range(3)
-"""What `float64_product` multiplies: x and w; |x| and w; x^2 and w^2."""
+STRIDE: Final = DEPTH + 1
+"""Numbers from one row of a stage to the next."""
 
 
 class Answers(NamedTuple):
@@ -83,65 +83,68 @@ class MachineProducts(Products):
     def __init__(self, blocks: np.ndarray, machine: Machine) -> None:
         super().__init__(blocks)
         self._machine = machine
-        self._terms: dict[type, tuple[Any, ...]] = {}
+        self._terms: dict[type, Any] = {}
 
     def answers(self, used: Operands | None, a: np.ndarray) -> Answers:
-        same, *sizes = self._terms_of(type(a))
-        x = self._machine.array(factors(a))
-        asked = [(x, same, PLAIN), (x, same, SQUARES), *((x, one, SIZES) for one in sizes)]
+        given = self._terms_of(type(a))
+        count = others = len(given) + 1
         if used is not None:
-            same, *sizes = self._terms_of(type(used))
+            count += len(self._terms_of(type(used)))
+        out = self._machine.empty((count, len(a), len(self.blocks)), np.float64)
+        run = self._machine.run
+        run(products_launch(self._machine.array(factors(a)), given, out[:others]))
+        if used is not None:
             x = self._machine.array(factors(used))
-            asked += [(x, same, PLAIN), *((x, one, SIZES) for one in sizes)]
-        m, n = len(a), len(self.blocks)
-        out = self._machine.empty((len(asked), m, n), np.float64)
-        for i, (left, right, what) in enumerate(asked):
-            self._machine.run(product_launch(left, right, out[i], what))
-        wanted, energy, most, *others = np.array(self._machine.host(out))
+            run(products_launch(x, self._terms_of(type(used)), out[others:]))
+        wanted, most, energy, *more = np.array(self._machine.host(out))
         if used is None:
             return Answers(wanted, most, wanted, most, energy)
-        return Answers(others[0], np.max(others[1:], axis=0), wanted, most, energy)
+        return Answers(more[0], np.max(more[1:], axis=0), wanted, most, energy)
 
-    def _terms_of(self, kind: type) -> tuple[Any, ...]:
-        """What factors of such activations are multiplied by: `Terms.same`, then its sizes."""
+    def _terms_of(self, kind: type) -> Any:
+        """What factors of such activations are multiplied by, on the machine: `Terms.same`, then
+        its sizes."""
         if kind not in self._terms:
             made = terms(kind, self.blocks)
-            self._terms[kind] = tuple(map(self._machine.array, (made.same, *made.sizes)))
+            self._terms[kind] = self._machine.array(np.stack([made.same, *made.sizes]))
         return self._terms[kind]
 
 
-def product_launch(x: Any, w: Any, out: Any, what: int) -> Launch:
-    """out[M, N] = x[M, K] @ w[N, K]^T, float64 all of them; what: `PLAIN`, `SIZES` or `SQUARES`"""
-    m, n = out.shape
-    return Launch(
-        float64_product, (ceil_div(n, TILE), ceil_div(m, TILE)), (TILE, TILE), (x, w, out, what)
-    )
+def products_launch(x: Any, w: Any, out: Any) -> Launch:
+    """x[M, K] with each of w[W, N, K] into out[W, M, N], float64 all of them: x @ w^T with the
+    first, |x| @ w^T with the others. With out[W + 1, M, N] x^2 @ (w^2)^T with the first follows."""
+    count, m, n = out.shape
+    grid = ceil_div(n, TILE), ceil_div(m, TILE), count
+    return Launch(float64_products, grid, (TILE, TILE), (x, w, out))
 
 
 @cuda.jit
-def float64_product(x, w, out, what):
-    """A tile of each in shared memory, an output a thread."""
+def float64_products(x, w, out):
+    """A stage of x and of w in shared memory, an output a thread."""
     tile_x = cuda.shared.array((TILE, STRIDE), float64)
     tile_w = cuda.shared.array((TILE, STRIDE), float64)
-    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    tx, ty, which = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.z
     m, n0 = cuda.blockIdx.y * TILE + ty, cuda.blockIdx.x * TILE
+    squares = which == w.shape[0]
+    of = 0 if squares else which
     total = float64(0)
-    for k0 in range(0, x.shape[1], TILE):
-        u, v = float64(0), float64(0)
-        if k0 + tx < x.shape[1]:
-            if m < out.shape[0]:
-                u = x[m, k0 + tx]
-            if n0 + ty < out.shape[1]:
-                v = w[n0 + ty, k0 + tx]
-        if what == SIZES:
-            u = abs(u)
-        if what == SQUARES:
-            u, v = u * u, v * v
-        tile_x[ty, tx] = u
-        tile_w[ty, tx] = v
+    for k0 in range(0, x.shape[1], DEPTH):
+        for j in range(tx, DEPTH, TILE):
+            u, v = float64(0), float64(0)
+            if k0 + j < x.shape[1]:
+                if m < out.shape[1]:
+                    u = x[m, k0 + j]
+                if n0 + ty < out.shape[2]:
+                    v = w[of, n0 + ty, k0 + j]
+            if squares:
+                u, v = u * u, v * v
+            elif which > 0:
+                u = abs(u)
+            tile_x[ty, j] = u
+            tile_w[ty, j] = v
         cuda.syncthreads()
-        for j in range(TILE):
+        for j in range(DEPTH):
             total += tile_x[ty, j] * tile_w[tx, j]
         cuda.syncthreads()
-    if m < out.shape[0] and n0 + tx < out.shape[1]:
-        out[m, n0 + tx] = total
+    if m < out.shape[1] and n0 + tx < out.shape[2]:
+        out[which, m, n0 + tx] = total

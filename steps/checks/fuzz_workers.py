@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from steps.checks import fuzz
-from steps.checks.float64 import PLAIN, float64_product
+from steps.checks.float64 import products_launch
 from steps.checks.fuzz import Spent, Weights
 from steps.checks.fuzz_cases import FuzzCase, drawn_work, require_work, sharing
 from steps.compile import kernel_cache
@@ -79,8 +79,9 @@ def fuzz_on_gpu(
     """Random products of some steps, by number. tell: is called with the line of a wrong case and
     what is wrong. report: with what there is so far, twice a second."""
     require_work([kernel_of(number) for number in numbers], cc)
-    some = np.zeros((1, 1))  # of the kernel that all processes launch
-    compiled(float64_product, signature_of((some, some, some, PLAIN)), architecture(cc))
+    some = np.zeros((1, 1, 1))  # for the kernel that all processes launch
+    launch = products_launch(some[0], some, some)
+    compiled(launch.kernel, signature_of(launch.args), architecture(cc))
     until = monotonic() + seconds
     return supervised(_work, (tuple(numbers), seed, until), processes, until + LATE, tell, report)
 
