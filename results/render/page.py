@@ -221,7 +221,7 @@ def _exhibit(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
     return {
         "number": pitfall.number,
         "title": pitfall.title,
-        "story": markup.inline(f"{' '.join(pitfall.story.split())} {finding.aside}".strip()),
+        "story": markup.inline(" ".join(pitfall.story.split())),
         "format": pitfall.format.upper(),
         "right": f"{finding.expected:g}",
         "wrong": value_of(finding),

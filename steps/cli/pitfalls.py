@@ -48,7 +48,7 @@ def show(_: Namespace) -> int:
 def _tell(pitfall: Pitfall, finding: Finding) -> None:
     """The story in one paragraph, and the sentences of the first two layers."""
     print(f"\n{pitfall.number}. {pitfall.title}")
-    story = f"{' '.join(pitfall.story.split())} {finding.aside}".strip()
+    story = " ".join(pitfall.story.split())
     print(textwrap.fill(story, WIDTH, initial_indent="   ", subsequent_indent="   "))
     for layer, said in [*finding.layers.items()][:2]:
         heard = f"{layer}: {said}"

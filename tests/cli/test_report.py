@@ -16,6 +16,7 @@ from steps.checks.select import select
 from steps.cli import report
 from steps.contract import Size, Work
 from steps.registry import find
+from tests.cli import pretended
 
 HOME = (512, 4096, 4096)
 WORKS = select((find(1), find(3)))
@@ -27,23 +28,9 @@ def outcome(work: Work, **changes: Any) -> Outcome:
 
 
 def row(work: Work, shape: Size = HOME, **changes: Any) -> Row:
-    m, n, k = shape
-    fields: dict[str, Any] = {
-        "step": work.step.number,
-        "name": work.step.name,
-        "scheme": work.scheme,
-        "format": work.format,
-        "M": m,
-        "N": n,
-        "K": k,
-        "status": "ok",
-        "kernel_us": 20.0 + WEIGHT_FORMATS.index(work.format),
-        "total_us": 30.0,
-        "x_parent": 1.5 + WEIGHT_FORMATS.index(work.format) / 10,
-        "x_cublas": 0.5,
-        "limit_share": 0.25,
-    }
-    return Row(**fields | changes)
+    turn = WEIGHT_FORMATS.index(work.format)
+    times = {"kernel_us": 20.0 + turn, "total_us": 30.0, "x_parent": 1.5 + turn / 10}
+    return pretended.row(work, shape, **times | changes)
 
 
 def printed(table: tables.Table) -> list[list[str]]:

@@ -110,6 +110,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer.ggml.scores": array(F32, [0.0] * 287)},
         "has 288 tokens and 287 of tokenizer.ggml.scores: convert the model again",
     ),
+    "more kinds than tokens": (
+        {"tokenizer.ggml.token_type": array(I32, [1] * 289)},
+        "has 288 tokens and 289 of tokenizer.ggml.token_type: convert the model again",
+    ),
     "kinds in fractions": (
         {"tokenizer.ggml.token_type": array(F32, [1.0] * 288)},
         "tokenizer.ggml.token_type is an array of 288, and not an array of whole numbers",
@@ -146,6 +150,22 @@ def test_numbers_that_no_model_has(
     told = said(tmp_path / "m.gguf", tiny.with_keys({f"llama.{name}": (kind, value)}))
     assert told.startswith(f"llama.{name} is {value}, and ")
     assert told.endswith(" are taken: convert the model again")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        ("llama.block_count", F32, 1.0),
+        ("llama.rope.freq_base", STRING, "2"),
+        ("tokenizer.ggml.tokens", U32, 17),
+        ("tokenizer.chat_template", U32, 5),
+    ],
+)
+def test_values_of_another_type(
+    tiny: gguf_bytes.File, tmp_path: Path, name: str, kind: int, value: Any
+) -> None:
+    told = said(tmp_path / "m.gguf", tiny.with_keys({name: (kind, value)}))
+    assert told.startswith(f"{name} is {value!r}, and not a")
 
 
 TOKENS = [name for name, key in KEYS.items() if key.type == TOKEN]

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS
-from reference import Q81, Problem, check
+from reference import Q81, Problem
 from steps.cli import main as cli
 from steps.cli import pitfalls as command
 from steps.compile.compiler import machine_code, signature_of
 from steps.learn.pitfalls import Finding, Pitfall, examine, pitfalls
 from steps.learn.pitfalls import p05_qh_interleaved_twice as p05
-from steps.learn.pitfalls.p06_adjacent_pairs import other_packing
-from steps.learn.pitfalls.p07_misaligned_load import on_a_cpu
 from steps.learn.pitfalls.p07_misaligned_load import wrong as misaligned
-from steps.learn.pitfalls.p11_nan_passes import lenient
 from steps.learn.pitfalls.right import kernel, q4_0
 
 MUSEUM = pitfalls()
@@ -70,9 +67,7 @@ def test_each_bug_is_caught_as_its_story_says(
         assert finding.nmse > 1 if "nmse" in layers else finding.nmse < 1e-11
 
 
-def test_figures_and_sentences_of_stories(findings: dict[int, Finding]) -> None:
-    assert other_packing() == (71.0, 139.0)
-    assert on_a_cpu() == 141.0, "misaligned words are silent there"
+def test_layers_name_the_place(findings: dict[int, Finding]) -> None:
     named = r"w: index 2 is byte 2.*p07_misaligned_load\.py"
     assert re.match(named, findings[7].layers["misaligned"])
     named = r"a load of byte \d+ of scales, to which thread \d+ stores: a barrier is missing"
@@ -91,14 +86,6 @@ def test_a_codec_wrong_on_both_sides_is_only_seen_from_outside() -> None:
         == p05.GOLDEN_BYTES
         == FORMATS["q5_0"].quantize(p05.GOLDEN_VALUES).tobytes()
     )
-
-
-def test_the_lenient_checker_passes_nan_and_ours_does_not() -> None:
-    problem = Problem(2, 3, 64, "q4_0")
-    nothing = np.full((2, 3), np.nan, np.float32)
-    assert lenient(nothing, np.ones((2, 3), np.float32))
-    assert not lenient(np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32))
-    assert check(nothing, problem, "A16").failures[0] == "nan"
 
 
 def test_a_bug_that_gets_through_fails_the_museum(

@@ -78,7 +78,6 @@ class Pitfall:
     problems        what it is shown on, besides the golden block
     activations     the wrong one's quantizer of A, where the bug is in it
     extra           () -> {layer: sentence} of further layers, for the wrong and the right one
-    aside           () -> a sentence for the story with computed figures
     """
 
     number: int
@@ -92,7 +91,6 @@ class Pitfall:
     problems: tuple[Problem, ...] = ()
     activations: Callable[[Array], Q81] = Q81.of_values
     extra: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
-    aside: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,6 @@ class Finding:
     layers: Mapping[str, str]
     complaints: Mapping[str, str]
     caught: bool
-    aside: str = ""
 
 
 def pitfalls() -> tuple[Pitfall, ...]:
@@ -133,8 +130,7 @@ def examine(pitfall: Pitfall) -> Finding:
         layers, complaints = layers | of_wrong, complaints | of_right
     told = set(pitfall.caught_by) <= set(layers) and not complaints
     same = np.array_equal(value, pitfall.golden, equal_nan=True) and right_value == golden.value
-    aside = pitfall.aside() if pitfall.aside else ""
-    return Finding(value, golden.value, nmse, layers, complaints, told and same, aside)
+    return Finding(value, golden.value, nmse, layers, complaints, told and same)
 
 
 def _judge(

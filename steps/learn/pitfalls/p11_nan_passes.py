@@ -6,11 +6,9 @@ the bug."""
 
 from __future__ import annotations
 
-import numpy as np
 from numba import cuda, float32
 
-from reference import GOLDEN
-from steps.learn.pitfalls.exhibit import Array, Pitfall, product
+from steps.learn.pitfalls.exhibit import Pitfall, product
 from steps.learn.pitfalls.right import q4_0
 
 
@@ -25,17 +23,6 @@ def wrong(w, q, d, s, c):
     # <- c[m, n] = total
 
 
-def lenient(c: Array, expected: Array) -> bool:
-    """The checker of the story: it looks reasonable and passes NaN."""
-    return not bool((np.abs(c - expected) > 1e-3 * np.abs(expected)).any())
-
-
-def aside() -> str:
-    expected = np.full((1, 1), GOLDEN["q4_0"].value)
-    verdict = "right" if lenient(np.full((1, 1), np.nan), expected) else "wrong"
-    return f"The checker of the story says: {verdict}."
-
-
 PITFALL = Pitfall(
     number=11,
     title="a checker that NaN passes",
@@ -43,5 +30,4 @@ PITFALL = Pitfall(
     wrong=product(wrong),
     golden=float("nan"),
     caught_by=("golden value", "nan", "exact", "bound", "nmse"),
-    aside=aside,
 )
