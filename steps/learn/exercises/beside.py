@@ -75,6 +75,7 @@ class Loads(Watch):
         self.loads: defaultdict[int, dict[str, dict[tuple[int, int], int]]]
         self.loads = defaultdict(lambda: defaultdict(dict))
         self.stores: dict[int, int] = {}  # byte of C -> thread
+        self.stored: set[tuple[int, str, int]] = set()  # (thread, array, first byte)
         self.arrays: dict[str, tuple[tuple[int, ...], Any]] = {}  # name -> shape, dtype
 
     def allocated(self, whole: int, name: str, data: Any, space: str) -> None:
@@ -91,7 +92,9 @@ class Loads(Watch):
             self.loads[lane.index][name].setdefault((at, what.size), line)
             if what.space == "shared":
                 self.loaded(whole, np.arange(at, at + what.size), lane.index)
-        elif what.space == "shared":
+            return
+        self.stored.add((lane.index, name, at))
+        if what.space == "shared":
             found, part = self.shared[name], slice(at, at + what.size)
             found.stored[part] += 1
             if (found.had_been[part] < 0).all():

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from steps.contract import Step
+from steps.learn.exercises.indices import why_out_of_range
 from steps.learn.exercises.races import race
 from steps.learn.exercises.trial import Diagnosis, Fault, File, Subject
 
@@ -52,7 +53,10 @@ _GRID: Final = (
 )
 
 
-def of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
+def of_fault(
+    fault: Fault, subject: Subject, step: Step, right: Step | None, file: File
+) -> Diagnosis:
+    """right: the step as it should be, if there is one."""
     if fault.kind == "Race":
         return race(fault, subject, step, file)
     what, where = f"{subject}: {file.placed(fault.what)}.", file.place(fault)
@@ -67,6 +71,8 @@ def of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosi
     cause, advice = _ADVICE[kind]
     if kind == "OutOfRange" and re.match(r"c[\[:]", fault.what):
         advice = _STORE
+    elif kind == "OutOfRange" and (why := why_out_of_range(fault, subject, step, right, file)):
+        return Diagnosis(cause, fault.line, (what, where, *why, *[advice] * (len(why) < 2)))
     if kind in ("BarrierDivergence", "Deadlock"):  # the simulator names the lines of all threads
         where = ""
     return Diagnosis(cause, fault.line, (what, where, advice))

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -75,13 +75,15 @@ class Subject:
 class Fault:
     """Why there is no result. `kind`: the class of the error; `what`: its sentence; `line`: the
     innermost line of the file on the way to it, 0 where there is none; `block`, `thread`: whose
-    fault, as the simulator writes them."""
+    fault, as the simulator writes them; `values`: the whole numbers that names of that line's
+    function held."""
 
     kind: str
     what: str
     line: int
     block: str = ""
     thread: str = ""
+    values: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,8 @@ def fault_of(error: Exception, path: Path) -> Fault:
     if not isinstance(error, SimulatorError) or where is None:
         return Fault(kind, text.removeprefix(f"{kind}: "), line or _line_in(text, path))
     what = where["what"].removeprefix(f"{kind}: ")
-    return Fault(kind, what, line or _line_in(text, path), where["block"], where["thread"])
+    line = line or _line_in(text, path)
+    return Fault(kind, what, line, where["block"], where["thread"], _values_in(cause, path))
 
 
 def line_of(error: BaseException, path: Path) -> int:
@@ -249,6 +252,20 @@ def line_of(error: BaseException, path: Path) -> int:
             line = step.tb_lineno
         step = step.tb_next
     return line
+
+
+def _values_in(error: BaseException, path: Path) -> dict[str, int]:
+    """The whole numbers that names hold in the innermost function of the file in a traceback."""
+    found: dict[str, int] = {}
+    step = error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if frame.f_code.co_filename == str(path):
+            named = {name: frame.f_globals.get(name) for name in frame.f_code.co_names}
+            both = named | frame.f_locals
+            found = {name: int(x) for name, x in both.items() if isinstance(x, int | np.integer)}
+        step = step.tb_next
+    return found
 
 
 def _line_in(text: str, path: Path) -> int:
