@@ -6,7 +6,6 @@ broken installation.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -60,13 +59,10 @@ class Findings:
         return bool(self.steps) and (self.no_simulator is None or self.no_gpu is None)
 
 
-def doctor(args: Namespace) -> int:
+def doctor(_: Namespace) -> int:
     """Print what runs here; 0 if anything does, else 1."""
     found = examine()
-    if args.json:
-        print(json.dumps(asdict(found) | {"something_runs": found.something_runs}, indent=1))
-    else:
-        _print(found)
+    _print(found)
     return 0 if found.something_runs else 1
 
 

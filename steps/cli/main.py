@@ -309,7 +309,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _path("--out", "where the record goes", "FOLDER"),
     )),
     "launch": ("counters:launch", "launch a step once, for a profiler", (ONE_STEP, *DATA, DTYPE)),
-    "doctor": ("doctor:doctor", "what runs on this machine, and what is missing", (JSON,)),
+    "doctor": ("doctor:doctor", "what runs on this machine, and what is missing", ()),
     "pitfalls": ("pitfalls:show", "known bugs, and what catches each", ()),
     "chat": ("language_model:chat", "talk to a llama or Qwen of a GGUF file", (
         *DRAWN, _option("--system", metavar="TEXT", help="how to answer"),

@@ -70,7 +70,9 @@ def test_help_is_the_default_and_lists_every_target() -> None:
 
 
 TYPED = {
-    **dict.fromkeys(("STEP", "M", "N", "K", "SEED", "SECONDS", "LINE", "WARP", "GPUS"), "7"),
+    **dict.fromkeys(
+        ("STEP", "M", "N", "K", "SEED", "SECONDS", "LINE", "WARP", "GPUS", "JOBS"), "7"
+    ),
     **{"TOKENS": "8", "TEMPERATURE": "0.5", "TOP_P": "0.9", "IDS": "1,2"},
     **{"DTYPE": "float16", "ARCH": "sm_80", "TOOL": "memcheck", "ONLY": "home", "ACCURACY": "fast"},
     "DIST": "llm",

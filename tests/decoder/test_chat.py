@@ -296,14 +296,11 @@ def test_conversations_begin_with_the_token_of_the_file() -> None:
             return iter([])
 
     for adds in (True, False):
-        for source in (SIMPLE, "{{ bos_token }}" + SIMPLE):
-            vocabulary = of(keys | {"add_bos_token": adds})
-            Chat(First(), vocabulary, Template(source, vocabulary, "a"), context=99).ask(
-                "Hi", print
-            )
+        vocabulary = of(keys | {"add_bos_token": adds})
+        Chat(First(), vocabulary, Template(SIMPLE, vocabulary, "a"), context=99).ask("Hi", print)
     bos = keys["bos_token_id"]
-    assert [ids.count(bos) for ids in asked] == [1, 1, 0, 1]
-    assert asked[0] == asked[1] == asked[3] == [bos, *asked[2]]
+    assert asked[0] == [bos, *asked[1]]
+    assert bos not in asked[1]
 
 
 def test_control_c_ends_an_answer_alone() -> None:
