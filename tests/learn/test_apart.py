@@ -10,8 +10,7 @@ import pytest
 
 from steps.cli.main import main
 from steps.learn.exercises.apart import Ended, apart
-from steps.learn.exercises.text import text_of
-from steps.registry import find
+from steps.registry import find, source
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_import_that_ends_the_process_is_wrong(
     command: str, end: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    own = "".join(text_of(find(1)))
+    own = "".join(source(find(1)))
     (tmp_path / "ends.py").write_text(f"{own}import os\nprint('said once')\n{end}\n")
     assert main([command, "--file", "ends.py"]) == (1 if command == "check" else 2)
     said = "".join(capfd.readouterr()).splitlines()
@@ -46,7 +45,7 @@ def test_an_import_that_ends_the_process_is_wrong(
 def test_a_kernel_that_ends_the_process_is_wrong(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = "import os\n" + "".join(text_of(find(1))).replace(
+    text = "import os\n" + "".join(source(find(1))).replace(
         "c[m, n] = acc", "c[m, n] = acc; os._exit(0)"
     )
     text = text.replace("from __future__ import annotations\n", "")
