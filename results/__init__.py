@@ -1,7 +1,7 @@
 """What was measured: one regime, one run per GPU, charts and tables made from it alone.
 
     measure/     how kernels, calls and models are timed
-    baselines/   the same products by others: recorded figures, Humming's layers
+    baselines/   the same products by others, recorded once: JSON files
     record/      result files as data, and their provenance
     render/      run -> charts, tables, page
     worklog/     what was learned; a page a step

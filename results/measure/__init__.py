@@ -6,6 +6,7 @@ products.py      data, launches and checks of a product that is timed
 bench.py         what is measured in which order, and what is left as it is
 as_called.py     what a caller gets: gemm.plan and QuantLinear beside torch
 cublas.py        cuBLAS through torch
+humming.py       the layers of the package `humming-kernels`
 torch_graphs.py  calls of torch as contestants
 models/          tokens a second of this project's decoder
 tune.py          totals at many M, by which gemm chooses

@@ -28,7 +28,7 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES, nmse
 from reference.product import unquantized
 from reference.sampling import sample
-from results.baselines import humming
+from results.measure import humming
 from results.measure.bench import Bench
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import THREADS, Data, attempt

@@ -1,11 +1,14 @@
 """Where result files are kept, `results/<gpu slug>/`: a run is merged, and each written atomically.
 
+Figures of others, of another run, are in `results/baselines/`.
+
 A bench measures what is missing or stale and merges it into the file after every loop, so a bench
 that is killed loses one loop at most. History is git's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -16,10 +19,11 @@ from typing import Any, Final, TypeVar
 
 from results.record import ROOT
 from results.record.codec import RecordError, from_json, to_json
-from results.record.schema import AsCalled, Environment, Peer, Row, Run, in_order
+from results.record.schema import AsCalled, Environment, Peer, Row, Run, in_order, mnk
 
 RESULTS: Final = ROOT / "results"
 NAME: Final = "run.json"
+BASELINES: Final = RESULTS / "baselines"
 
 
 def read(path: Path | str) -> Run:
@@ -90,6 +94,38 @@ def merge(
             as_called=joined(run.as_called, as_called),
         )
     )
+
+
+def recorded(gpu: str | None, folder: Path = BASELINES) -> list[Peer]:
+    """Figures of others that were measured in another run on this very GPU, in the order of their
+    files: those of another GPU say nothing here. Each names the baseline, what was measured, when
+    and by which protocol; RecordError for one that does not. A file for a GPU of yours, such as of
+    llama.cpp's `test-backend-ops perf -o MUL_MAT`, looks like those that are there, and a bench
+    takes it from then on."""
+    peers = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            if data["gpu"] != gpu:
+                continue
+            source = f"{data['peer']}; {data['date']}; {data['protocol']} ({path.name})"
+            peers += [
+                Peer(
+                    peer=data["baseline"],
+                    format=row["format"],
+                    **mnk((row["M"], row["N"], row["K"])),
+                    us=float(row["us"]),
+                    same_run=False,
+                    source=source,
+                    commit=data.get("commit"),
+                )
+                for row in data["rows"]
+            ]
+        except KeyError as error:
+            raise RecordError(
+                f"{path} has no {error}: recorded figures need their provenance"
+            ) from None
+    return peers
 
 
 def runs(root: Path = RESULTS) -> list[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from results.baselines.humming import SCHEMES, W4A8, W4A16
+from results.measure.humming import SCHEMES, W4A8, W4A16
 from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
 from results.render.table import number, ratio
 from steps.contract import BRANCHES
@@ -116,14 +116,14 @@ CLIFF: Final = 1.15
 """One more token is to take at most so many times as long."""
 
 
-def cliffs(run: Run, most: float = CLIFF) -> list[tuple[AsCalled, AsCalled]]:
-    """Where one token more takes longer than `most` times: (the call at M, that at M + 1) of the
+def cliffs(run: Run) -> list[tuple[AsCalled, AsCalled]]:
+    """Where one token more takes longer than `CLIFF` times: (the call at M, that at M + 1) of the
     same API, accuracy, dtypes, format, N and K; the worst first."""
     at = {one.key: one for one in run.as_called}
     pairs = [
         (one, more)
         for one in run.as_called
-        if (more := at.get((*one.key[:-1], (one.M + 1, one.N, one.K)))) and more.us > most * one.us
+        if (more := at.get((*one.key[:-1], (one.M + 1, one.N, one.K)))) and more.us > CLIFF * one.us
     ]
     return sorted(pairs, key=lambda pair: pair[0].us / pair[1].us)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from results.baselines.humming import W4A16
+from results.measure.humming import W4A16
 from results.record.schema import AsCalled, Row, Run, Size
 from results.render.query import (
     BASELINES,

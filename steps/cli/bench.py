@@ -6,18 +6,15 @@ What is measured in which order is in `results.measure.bench` and `results.measu
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results.baselines.humming import SCHEMES
-from results.baselines.recorded import recorded
 from results.measure import as_called
 from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
 from results.record import store
 from results.record.environment import environment
-from results.record.schema import Peer, Size
+from results.record.schema import Size
 from results.render import query, table
 from steps.checks.run import fatal
 from steps.checks.select import UsageError, select
@@ -136,7 +133,7 @@ def _measured(
         measuring = Bench.here(benching.Budget(), remark)
         recorder.limits = measuring.limits
         with table.progress(count) as progress:
-            beside = _recorded(recorder.env.gpu, loops, calls)
+            beside = store.recorded(recorder.env.gpu)
             for rows, peers in as_called.measure(measuring, calls, report=progress):
                 recorder.add(as_called=rows, peers=[*beside, *peers])
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
@@ -146,15 +143,3 @@ def _measured(
             raise
         broken = f"{type(error).__name__}: {error}"
     return broken
-
-
-def _recorded(
-    gpu: str | None,
-    loops: Sequence[tuple[Size, Sequence[Wanted]]],
-    calls: Sequence[as_called.Call],
-) -> tuple[Peer, ...]:
-    """Figures of others at these shapes, of another run on such a GPU: of llama.cpp in the formats
-    of the rows, and of Humming."""
-    formats = {one.work.format for _, own in loops for one in own}
-    formats |= {weights for weights, *_ in SCHEMES.values()}
-    return recorded(gpu, {size for size, _ in [*loops, *calls]}, formats)

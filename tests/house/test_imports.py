@@ -29,7 +29,6 @@ ROOMS = (
     ("steps", "steps.checks", "steps.learn", "steps.nn"),
     ("steps.decoder",),
     ("results.record",),
-    ("results.baselines",),
     ("results.measure",),
     ("results.render", "results"),
     ("steps.cli", "steps.__main__"),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from results.baselines import humming
-from results.measure import as_called
+from results.measure import as_called, humming
 from results.measure.as_called import SWEEP, TABLED, WAYS, Way, in_loops, missing
 from results.measure.bench import Bench
 from results.measure.protocol import Budget

@@ -504,17 +504,6 @@ def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(
     assert capsys.readouterr().out == "", "nothing was written"
 
 
-def test_recorded_figures_are_those_of_the_formats_and_shapes_that_are_measured() -> None:
-    home, few = (512, 4096, 4096), (16, 4096, 14336)
-    loops = [(home, [Wanted(the_work(1, "q5_0"), home)])]
-    found = command._recorded("NVIDIA H200", loops, [(few, as_called.WAYS[0])])
-    assert {(one.peer, one.format, one.shape) for one in found} == {
-        *(("ggml", "q5_0", size) for size in (home, few)),
-        *(("humming_w4a16", "int4_group32", size) for size in (home, few)),
-    }
-    assert command._recorded("Another", loops, []) == ()
-
-
 # --- cuBLAS beside the rows -----------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from results import __main__ as command
-from results.baselines.humming import W4A16
+from results.measure.humming import W4A16
 from results.record import store
 from results.record.provenance import called_hash, source_hash
 from results.record.schema import AsCalled, Environment, Row, Run

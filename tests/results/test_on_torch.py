@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from results.baselines import humming
-from results.measure import as_called
+from results.measure import as_called, humming
 from results.measure.as_called import WAYS
 from results.record import provenance
 from steps.nn import operator
