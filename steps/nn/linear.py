@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 torch = operator.torch  # without torch that module raises an error of one sentence
 if not TYPE_CHECKING:
     nn = torch.nn
+is_any_autocast_enabled = operator.is_any_autocast_enabled  # names of the module: found sooner
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
@@ -279,7 +281,9 @@ class QuantLinear(nn.Module):
 
     def _product(self, x: Tensor, *, wide: bool = False, biased: bool = True) -> Tensor:
         """The product of this rank's blocks, in float32 where it is wide."""
-        if not torch.compiler.is_compiling() and (held := self._directly(x)) is not None:
+        if is_any_autocast_enabled():
+            x = _autocast(x)
+        if not is_dynamo_compiling() and (held := self._directly(x)) is not None:
             bias = self._parameters["bias"] if biased else None
             return operator.multiply(x, bias, held, torch.float32 if wide else None)
         weights = self._arrays("weights")
@@ -289,9 +293,15 @@ class QuantLinear(nn.Module):
         bias, blocks, graded = self.bias if biased else None, None, False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)
-        if not x.is_cuda or (graded and x.requires_grad):
+        transformed = operator.is_transformed()
+        if not x.is_cuda or transformed or (graded and x.requires_grad):
             blocks = self.blocks
-        return (operator.linear if graded else operator.product)(
+        call: Callable[..., Tensor] = operator.product
+        if transformed:
+            call = operator.Linear.apply
+        elif graded or torch.jit.is_tracing():  # a trace is checked with and without gradients
+            call = operator.linear
+        return call(
             x,
             bias,
             blocks,
@@ -509,6 +519,14 @@ class QuantLinear(nn.Module):
         )
         if self.packings:
             self._move(here)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x as torch's Linear would read it."""
+    device = x.device.type
+    if x.dtype not in operator.NAMES or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _said(format_name: str) -> str:

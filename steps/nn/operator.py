@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -50,13 +50,27 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch.autograd import Function
+else:
+    Function = torch.autograd.Function
 
 try:
-    from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C import (
+        _get_tracing_state,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
     from torch._C._functorch import peek_interpreter_stack
 except ImportError:  # another version of torch, of which this is not known: `runs_at_once` says no
     PLAIN: tuple[Any, ...] = ()
+
+    def peek_interpreter_stack() -> bool:
+        return True
 else:
     PLAIN = (Tensor, Parameter)
 """Classes of tensors whose operators torch just runs; a subclass may override them."""
@@ -106,8 +120,9 @@ def _on_cpu(
     _require(x, k)
     rows = x.reshape(x.numel() // k, k).to(torch.float32)
     y = rows.new_empty((len(rows), n))
-    for first, part in _dequantized(blocks, format):
-        y[:, first : first + len(part)] = rows @ part.T
+    with torch.autocast("cpu", enabled=False):  # which would round both
+        for first, part in _dequantized(blocks, format):
+            y[:, first : first + len(part)] = rows @ part.T
     return finished(y.reshape(*x.shape[:-1], n), torch.float32 if wide else x.dtype, bias)
 
 
@@ -151,14 +166,33 @@ def linear_input_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int)
     dequantized on the CPU at every call, which is too slow for training."""
     rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
     total = rows.new_zeros((len(rows), k))
-    for first, part in _dequantized(blocks, format):
-        total += rows[:, first : first + len(part)] @ part.to(rows.device)
+    with torch.autocast(rows.device.type, enabled=False):
+        for first, part in _dequantized(blocks, format):
+            total += rows[:, first : first + len(part)] @ part.to(rows.device)
     return total.to(gradient.dtype).reshape(*gradient.shape[:-1], k)
 
 
 @linear_input_gradient.register_fake
 def _shape_of_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
     return gradient.new_empty((*gradient.shape[:-1], k))
+
+
+@torch.library.custom_op("quantized_gemm::dequantize", mutates_args=())
+def dequantize(blocks: Tensor, format: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The weights [N, K] in a dtype on a device; blocks on the CPU, where they are dequantized."""
+    fmt = FORMATS[format]
+    values = torch.from_numpy(fmt.dequantize(host_blocks(blocks, fmt)))
+    return values.to(device, dtype)
+
+
+@dequantize.register_fake
+def _shape_of_weights(
+    blocks: Tensor, format: str, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    fmt = FORMATS[format]
+    n, row = blocks.shape
+    k = row // fmt.block_bytes * fmt.elements
+    return torch.empty((n, k), dtype=dtype, device=device)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -168,7 +202,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             raise ValueError("a gradient with respect to x needs the blocks: pass them too")
         ctx.save_for_backward(blocks)
     ctx.bias, ctx.format, ctx.k = bias is not None and bias.dtype, format_name, k
-    ctx.arrays = len(weights), len(fast)
+    ctx.arrays, ctx.rest = (len(weights), len(fast)), inputs[2:]
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -176,7 +210,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:
         (blocks,) = ctx.saved_tensors
-        of_x = linear_input_gradient(gradient, blocks, ctx.format, ctx.k)
+        back = InputGradient.apply if is_transformed() else linear_input_gradient
+        of_x = back(gradient, blocks, ctx.format, ctx.k)
     if ctx.needs_input_grad[1]:
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
@@ -187,6 +222,101 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 linear.register_autograd(_gradients, setup_context=_remember)
+
+
+def _remember_blocks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _gradient, blocks, ctx.format, _k = inputs
+    ctx.save_for_backward(blocks)
+
+
+def _gradients_of_gradient(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    """Of dX = dY @ W with respect to dY, from `upstream` [..., K]: by a whole float matrix, so that
+    torch can differentiate again."""
+    (blocks,) = ctx.saved_tensors
+    w = dequantize(blocks, ctx.format, torch.float32, upstream.device)
+    with torch.autocast(upstream.device.type, enabled=False):
+        of_gradient = upstream.to(torch.float32) @ w.T
+    return of_gradient.to(upstream.dtype), None, None, None
+
+
+linear_input_gradient.register_autograd(_gradients_of_gradient, setup_context=_remember_blocks)
+
+
+# --- under transforms -----------------------------------------------------------------------------
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (vmap, jvp, grad, ...) or forward-mode differentiation is
+    active, for which the operators have no rules: `Linear` and `InputGradient` have."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+# torch.compiler.assume_constant_result, which would import torch's compiler: that guards on both
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Linear(Function):
+    """`linear`, with rules for vmap and forward mode; arguments are those of `linear`, all of them.
+
+    Each rule calls `apply` again, for the transforms around the one that asks.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        return product(*inputs)
+
+    setup_context = staticmethod(_remember)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_x, of_bias, *_ = _gradients(ctx, gradient)
+        return of_x, of_bias, *(None,) * len(ctx.rest)
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+        y = Linear.apply(x, None, *ctx.rest)
+        return y if bias is None else (y + bias).to(y.dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        of_x, of_bias, *others = in_dims
+        if any(dim is not None for dim in tree_leaves(others)):
+            raise ValueError(
+                "vmap over the blocks of a QuantLinear: only x and bias can be batched"
+            )
+        if of_x is not None:
+            x = x.movedim(of_x, 0)
+        if of_bias is None:
+            return Linear.apply(x, bias, *rest), 0
+        assert bias is not None
+        y = Linear.apply(x, None, *rest[:-1], True)
+        y = y if of_x is not None else y.unsqueeze(0)
+        bias = bias.movedim(of_bias, 0)
+        bias = bias.reshape(len(bias), *(1,) * (y.ndim - 2), bias.shape[-1])
+        return (y + bias).to(torch.float32 if rest[-1] else x.dtype), 0
+
+
+class InputGradient(Function):
+    """`linear_input_gradient`, as `Linear` is `linear`."""
+
+    @staticmethod
+    def forward(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
+        return linear_input_gradient(gradient, blocks, format, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _remember_blocks(ctx, inputs, output)
+        ctx.rest = inputs[1:]
+
+    backward = staticmethod(_gradients_of_gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, gradient: Tensor, *_: Any) -> Tensor:
+        return InputGradient.apply(gradient, *ctx.rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gradient: Tensor, *rest: Any) -> Any:
+        return InputGradient.apply(gradient.movedim(in_dims[0], 0), *rest), 0
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -445,6 +575,10 @@ is_capturing = getattr(
 above take the host up to 2 us."""
 
 
+is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether autocast is on for some device."""
+
+
 def runs_at_once(x: Tensor) -> bool:
     """Whether torch would just run `product` of x: no mode, trace or transform that intercepts
     operators is active. torch.compile is not asked about here."""
@@ -453,6 +587,7 @@ def runs_at_once(x: Tensor) -> bool:
         and not _len_torch_dispatch_stack()
         and not _len_torch_function_stack()
         and peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and _get_tracing_state() is None
         and not x.is_neg()
     )

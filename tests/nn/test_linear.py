@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
@@ -164,6 +166,132 @@ def test_gradcheck() -> None:
         return layer(x)
 
     assert torch.autograd.gradcheck(product, (x, bias), eps=0.5, atol=1e-3, rtol=1e-3)
+
+
+# --- transforms and modes -------------------------------------------------------------------------
+
+
+def beside_torchs(n: int = 5, k: int = 64) -> tuple[Any, Any]:
+    """A layer, and torch's Linear of its dequantized weights and its bias."""
+    layer = QuantLinear.from_blocks(blocks_of(n=n, k=k), nn.Parameter(tensor(n, seed=2)))
+    plain = nn.Linear(k, n)
+    plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias
+    return layer, plain
+
+
+def cubes(layer: Any) -> Any:
+    return lambda x: layer(x).pow(3).sum()
+
+
+def with_bias(layer: Any, x: Any) -> Any:
+    return lambda bias: func.functional_call(layer, {"bias": bias}, (x,))
+
+
+def of_dual(layer: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(X, T)))
+
+
+def twice_backward(layer: Any) -> Any:
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cubes(layer)(x), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), x)
+
+
+def outside_vmap(layer: Any) -> Any:
+    x = torch.stack([X, T]).requires_grad_()
+    y = torch.vmap(layer)(x)
+    return y, *torch.autograd.grad(y.square().sum(), x)
+
+
+X, T, BIASES = tensor(3, 64), tensor(3, 64, seed=1), tensor(3, 5, seed=4)
+TRANSFORMS = {
+    "jvp": lambda f: func.jvp(f, (X,), (T,)),
+    "forward mode": of_dual,
+    "jvp of the bias": lambda f: func.jvp(with_bias(f, X), (BIASES[0],), (BIASES[1],)),
+    "jacfwd": lambda f: func.jacfwd(f)(X),
+    "jacrev": lambda f: func.jacrev(f)(X),
+    "vjp": lambda f: func.vjp(f, X)[1](BIASES),
+    "vmap": lambda f: torch.vmap(f, in_dims=1, out_dims=1)(torch.stack([X, T], 1)),
+    "vmap of vmap": lambda f: torch.vmap(torch.vmap(f))(torch.stack([X, T])),
+    "vmap of the bias": lambda f: torch.vmap(with_bias(f, X))(BIASES),
+    "vmap of x and the bias": lambda f: torch.vmap(lambda b, x: with_bias(f, x)(b))(BIASES, X),
+    "gradients of samples": lambda f: torch.vmap(func.grad(cubes(f)))(X),
+    "gradient of vmap": outside_vmap,
+    "hessian": lambda f: func.hessian(cubes(f))(X[0]),
+    "jacfwd of jacfwd": lambda f: func.jacfwd(func.jacfwd(cubes(f)))(X[0]),
+    "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(cubes(f)))(X[0]),
+    "double backward": twice_backward,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch's forward mode
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_those_of_torchs_linear(name: str) -> None:
+    layer, plain = beside_torchs()
+    found, wanted = (tree_leaves(TRANSFORMS[name](one)) for one in (layer, plain))
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.detach().std()))
+        assert other.any(), "zeros would pass"
+
+
+def test_what_transforms_cannot_batch_is_said() -> None:
+    layer, _ = beside_torchs()
+    with pytest.raises(ValueError, match="vmap over the blocks of a QuantLinear: only x and bias"):
+        torch.vmap(lambda blocks: func.functional_call(layer, {"blocks": blocks}, (X,)))(
+            torch.stack([layer.blocks, layer.blocks])
+        )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_compiled_transform_is_right_or_refused() -> None:
+    layer, plain = beside_torchs()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: func.jvp(layer, (x,), (T,)), backend="aot_eager")
+    for one, other in zip(compiled(X), func.jvp(plain, (X,), (T,)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_autocast_gives_its_dtype(dtype: Any) -> None:
+    layer, plain = beside_torchs()
+    x = X.clone().requires_grad_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype):
+            y = layer(x)
+            assert (y.dtype, plain(x).dtype) == (dtype, dtype)
+            assert layer(x.to(torch.float16)).dtype == dtype
+        assert within(y, x.detach().to(dtype), blocks_of(n=5, k=64), layer.bias)
+    with torch.autocast("cpu", dtype):
+        layer(x).sum().backward()
+    assert x.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype, enabled=False):
+        assert layer(x).dtype == torch.float32
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        assert torch.equal(compiled(X), y)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_trace_is_the_layer() -> None:
+    """torch checks it without gradients, so both must take one operator."""
+    for layer in (beside_torchs()[0], QuantLinear.from_blocks(blocks_of(n=5, k=64))):
+        traced = torch.jit.trace(layer, X)
+        assert torch.equal(traced(T), layer(T))
+
+
+def test_gradients_have_the_same_bits_each_time_and_in_checkpoints() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, found = QuantLinear.from_blocks(blocks_of(n=1030)), []
+    calls = [layer, layer, *(lambda x, r=r: checkpoint(layer, x, use_reentrant=r) for r in (0, 1))]
+    for call in calls:
+        x = tensor(3, K).requires_grad_()
+        call(x).square().sum().backward()
+        found.append(x.grad)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 # --- made of what, and kept how -------------------------------------------------------------------
@@ -855,13 +983,14 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
         assert calls(lambda: pickle.loads(pickle.dumps(layer))(x)) == ["multiply"]
         with Asked():
             assert calls(lambda: layer(x)) == ["product"]
-        called.clear()
-        with pytest.raises(RuntimeError, match="Batching rule not implemented for quantized_gemm"):
-            torch.vmap(layer)(x)
-        assert called == ["product"]
+        assert calls(lambda: torch.vmap(layer)(x)) == ["product"]
+        with forward_ad.dual_level():
+            assert calls(lambda: layer(x)) == ["product"]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert calls(lambda: layer(x)) == ["multiply"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit.trace goes out of use
-            assert calls(lambda: torch.jit.trace(layer, x, check_trace=False)) == ["product"]
+            assert calls(lambda: torch.jit.trace(layer, x, check_trace=False)) == ["linear"]
         assert calls(lambda: layer(x.as_subclass(type("Own", (torch.Tensor,), {})))) == ["product"]
         for wrong in (tensor(2, K + 32), torch.tensor(1.0), torch.ones(2, K, dtype=torch.int8)):
             with pytest.raises((TypeError, ValueError), match="x must "):
