@@ -260,7 +260,7 @@ def test_the_largest_logit_of_many_tokens() -> None:
     assert found[-1] == 20001
 
 
-BATCH, KEYS, SIZE, LENGTH = 3, 4, 64, 1 << 21  # of a cache: 3 * 8 * 2^27 elements
+BATCH, KEYS, SIZE, LENGTH = 3, 4, 64, 1 << 27  # of a cache: 3 * 8 * 2^27 rows, 2^38 elements
 
 
 def test_a_prompt_in_a_large_cache() -> None:
