@@ -16,13 +16,13 @@ def trace(*arguments: str) -> int:
 
 def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "trace.html"
-    assert trace("1", "--k", "64", "--m", "16", "--n", "32", "--out", str(out)) == 0
+    assert trace("1", "--k", "160", "--m", "16", "--n", "32", "--out", str(out)) == 0
     said = capsys.readouterr().out
-    assert "w4a16_naive (step 1 W4A16 q4_0) at 16x32x64, one block of 2 x 1" in said
+    assert "w4a16_naive (step 1 W4A16 q4_0) at 16x32x160, one block of 2 x 1" in said
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+\d+  ", line)]
     # line, source ..., warp, kind, array, space, bytes, requests, sectors per request, conflicts
     loads = {(row[-6], int(row[-4])): row for row in rows}
-    assert loads["a", 4][-3:] == ["64", "2", "-"], "two rows of A, a word of each for 16 lanes"
+    assert loads["a", 4][-3:] == ["160", "2", "-"], "two rows of A, a word of each for 16 lanes"
     assert float(loads["w", 1][-2]) > 8, "a byte of each of 16 rows of W"
     assert loads["c", 4][-2] == "4", "two times 64 bytes"
     html = out.read_text(encoding="utf-8")
