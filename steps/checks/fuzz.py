@@ -284,7 +284,10 @@ def _wrong_kind(
         if (np.abs(part) > 2 * answers.most + LEAST).any():
             return [f"{kind} rows have outputs of {np.abs(part).max():.3g}, larger than their sums"]
         return []
-    own = problem if case.as_drawn else GivenProblem(a, problem.blocks, problem.input)
+    own = problem
+    if not case.as_drawn or not kept.all():
+        data = "integer" if case.as_drawn and case.data == "integer" else "normal"
+        own = GivenProblem(a, problem.blocks, problem.input, data)
     reference = Reference(own, part.size, multiply=lambda _: (answers.same, answers.size))
     verdict = check(
         c[rows], own, case.family, None if used is None else used.rows(rows), reference=reference
