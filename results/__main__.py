@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from results.record import ROOT
-from results.record.store import headline, read, runs
+from results.record.store import headline, ranked, read
 from results.render import charts, generated, rows, table
 from results.render.readme import NOTHING
 from results.render.staleness import stale_keys
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print(path: Path | None, root: Path, wanted: dict[str, list[str]]) -> int:
     gpu = wanted.pop("gpu", None)
     if gpu is not None:
-        every = runs(root / "results")
+        every = [one for one, _ in ranked(root / "results")]
         path = next((p for p in every if any(name in p.parent.name for name in gpu)), None)
         if path is None:
             raise ValueError(

@@ -104,7 +104,7 @@ def from_json(kind: type[Record], text: str) -> Record:
         raise RecordError(f"a result file must be a JSON object, not {type(data).__name__}")
     schema = data.pop("schema", None)
     known: int = kind.SCHEMA  # type: ignore[attr-defined]
-    if schema != known or isinstance(schema, bool):
+    if schema != known:
         raise RecordError(
             f"schema is {schema!r}; this version reads schema {known}: measure again, or use "
             "the version of the project that wrote the file"

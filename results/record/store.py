@@ -128,12 +128,6 @@ def recorded(gpu: str | None, folder: Path = BASELINES) -> list[Peer]:
     return peers
 
 
-def runs(root: Path = RESULTS) -> list[Path]:
-    """The run of every GPU, oldest first by its own clock (a checkout has no useful file times)."""
-    found = [(read(path).env.utc or "", path) for path in sorted(root.glob(f"*/{NAME}"))]
-    return [path for _, path in sorted(found, key=lambda pair: pair[0])]
-
-
 def headline(root: Path = RESULTS) -> Path | None:
     """The run that the README and the charts show."""
     return next((path for path, _ in ranked(root)), None)

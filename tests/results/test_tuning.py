@@ -105,7 +105,7 @@ def test_a_table_is_read_as_it_was_written_sorted_and_a_line_an_entry(tmp_path: 
     assert (read.gpu, read.cc, read.sms) == ("NVIDIA H200", (9, 0), 132)
     assert read.entries[1] == entries[0]
     assert tune.to_json(ENV, read.entries) == text
-    assert store.runs(tmp_path) == [], "a table is not a run"
+    assert store.ranked(tmp_path) == [], "a table is not a run"
 
 
 def test_a_step_tuned_again_replaces_its_own_times_alone(tmp_path: Path) -> None:
