@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,26 +44,39 @@ from steps.simulator.twins import INSTRUCTIONS
 OLDEST = (7, 5)  # what libNVVM 13 still compiles for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MachineCode:
-    """One kernel for one architecture. Stack and spills are per thread, shared memory per block."""
+    """One kernel for one architecture. Stack and spills are per thread, shared memory per block.
+
+    What takes a process or a compilation of its own is made when asked for: `sass`, `instructions`,
+    `ptx`.
+    """
 
     name: str
     arch: str
     library: Any  # Numba's, from which `ptx` is made
-    sass: str  # nvdisasm's listing
     cubin: bytes
     registers: int
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int  # static; a launch adds dynamic shared memory
-    instructions: Counter[str]  # "IDP.4A.S8.S8" -> its count in the listing
     log: str  # ptxas -v
+    line_info: bool = False
+
+    @cached_property
+    def sass(self) -> str:
+        """nvdisasm's listing."""
+        return disassemble(self.cubin, line_info=self.line_info)
+
+    @cached_property
+    def instructions(self) -> Counter[str]:
+        """ "IDP.4A.S8.S8" -> its count in the listing."""
+        return opcodes(self.sass)
 
     @property
     def ptx(self) -> str:
-        """Without link-time optimization: what is loaded is made of LTO-IR. Made when asked for."""
+        """Without link-time optimization: what is loaded is made of LTO-IR."""
         return "\n".join(self.library.get_asm_strs(cc=capability(self.arch)))
 
     @property
@@ -93,10 +106,12 @@ def machine_code(
     The instructions are the same. What a device function does is of the line that calls it.
 
     Repeated calls with the same arguments return the same object. Raises ValueError for an unknown
-    architecture or where the kernel uses an instruction that the architecture does not have.
+    architecture or where the kernel uses an instruction that the architecture does not have,
+    RuntimeError where nvdisasm is not installed.
     """
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
+    _disassembler()  # before anything is compiled
     argument_types, _ = sigutils.normalize_signature(signature)
     return _machine_code(kernel, tuple(argument_types), arch, line_info)
 
@@ -137,20 +152,18 @@ def _machine_code(
         library._link_all(linker, cc)
         cubin = bytes(linker.complete().code)
     log = linker.info_log or ""
-    sass = disassemble(cubin, line_info=line_info)
     return MachineCode(
         name=kernel.__name__,
         arch=arch,
         library=library,
-        sass=sass,
         cubin=cubin,
         registers=_reported(r"Used (\d+) registers", log),
         stack_bytes=_reported(r"(\d+) bytes stack frame", log),
         spill_store_bytes=_reported(r"(\d+) bytes spill stores", log),
         spill_load_bytes=_reported(r"(\d+) bytes spill loads", log),
         shared_bytes=_reported(r"(\d+) bytes smem", log),
-        instructions=opcodes(sass),
         log=log,
+        line_info=line_info,
     )
 
 
@@ -194,11 +207,16 @@ def architecture(cc: tuple[int, int]) -> str:
     return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
 
 
-def disassemble(cubin: bytes, *, line_info: bool = False) -> str:
-    """nvdisasm's listing of a cubin, with its line information if asked."""
+def _disassembler() -> str:
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
         raise RuntimeError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
+    return tool
+
+
+def disassemble(cubin: bytes, *, line_info: bool = False) -> str:
+    """nvdisasm's listing of a cubin, with its line information if asked."""
+    tool = _disassembler()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)

@@ -8,6 +8,7 @@ import pytest
 from numba import cuda, float32, int32, types
 from numba.cuda import codegen, dispatcher
 
+from steps.compile import compiler
 from steps.compile.compiler import (
     MachineCode,
     capability,
@@ -147,7 +148,7 @@ def test_shared_memory_is_reported():
     assert machine_code(stage, SQUARES, "sm_90a").shared_bytes == 8 * 33 * 4
 
 
-def test_the_histogram():
+def test_the_histogram(monkeypatch):
     listing = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 BRA `(.L_x_1) ;
@@ -157,8 +158,7 @@ def test_the_histogram():
         /*10c0*/                   IDPX R2 ;
     .L_x_1:
     """
-    counted = opcodes(listing)
-    assert counted == {
+    assert opcodes(listing) == {
         "LDC": 1,
         "BRA": 1,
         "UIADD3": 1,
@@ -166,8 +166,16 @@ def test_the_histogram():
         "IDP.4A.U8.S8": 1,
         "IDPX": 1,
     }
-    code = MachineCode("k", "sm_80", "", listing, b"", 1, 0, 0, 0, 0, counted, "")
+    monkeypatch.setattr(compiler, "disassemble", lambda cubin, *, line_info: listing)
+    code = MachineCode("k", "sm_80", "", b"", 1, 0, 0, 0, 0, "")
     assert (code.count("IDP"), code.count("IDP.4A.S8.S8"), code.count("IDP", "BRA")) == (2, 1, 3)
+
+
+def test_nothing_is_compiled_where_no_listing_can_be_made(monkeypatch):
+    monkeypatch.setattr(compiler, "_machine_code", None)
+    monkeypatch.setattr(compiler.pathfinder, "find_nvidia_binary_utility", lambda _: None)
+    with pytest.raises(RuntimeError, match="nvdisasm was not found: pip install nvidia-cuda-nv"):
+        machine_code(squares, SQUARES, "sm_90a")
 
 
 def test_warnings_of_ptxas():
@@ -175,7 +183,7 @@ def test_warnings_of_ptxas():
         "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are "
         "serialized due to ...\nptxas info    : Used 20 registers\n"
     )
-    code = MachineCode("k", "sm_90a", "", "", b"", 20, 0, 0, 0, 0, opcodes(""), log)
+    code = MachineCode("k", "sm_90a", "", b"", 20, 0, 0, 0, 0, log)
     assert len(code.warnings) == 1
     assert "C7515" in code.warnings[0]
 

@@ -55,11 +55,12 @@ DEEP: Final = (
     Case((2, 3, 672), "integer", 5),
     Case((1, 300, 672), "integer", 7, 1),
     Case((40, 20, 288), "normal", 8, 2),
-    Case((1, 3, 4256), "integer", 9, 1),
 )
 """More of K than a ring of four stages holds, more features than the warps of a block take at once,
-large tiles, and more of K than the rings of all warps: for the steps with rings, on one SM, which
-then has all of the work."""
+and large tiles: for the steps with rings, on one SM, which then has all of the work."""
+
+DEEPEST: Final = Case((1, 3, 4256), "integer", 9, 1)
+"""More of K than the rings of all warps, where each has one of its own."""
 
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
@@ -117,7 +118,8 @@ def _of_first(step: Step, family: Family, name: str) -> Iterator[Subject]:
     """Of the first format, in which all that has to do with places is tried."""
     yield from _of_format(step, family, name, (TELLING,))
     small = list(_fitting(family, name, CASES))
-    deep = list(_fitting(family, name, (LARGE_TILES, *DEEP), sms=1))
+    rings = (*DEEP, DEEPEST) if step.branch == "decode" else DEEP
+    deep = list(_fitting(family, name, (LARGE_TILES, *rings), sms=1))
     if step.branch == "cuda_cores":
         yield from small
     elif step.branch == "decode":  # only many features tell which warp's part is wrong
