@@ -188,8 +188,6 @@ def _check(args: Namespace, do: Any, ranks: Any) -> list[dict[str, Any]]:
 
 
 def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
-    from rich.console import Console
-
     from steps.decoder import files
     from steps.decoder.compare import quality
     from steps.decoder.compare.emulation import emulated_products
@@ -230,8 +228,23 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
     )
     found = quality.record(file, path, parts, rows)
     title = f"{found['file']}, {path.name}: {found['predictions']} predictions"
-    Console().print(quality.table(rows, title))
+    table.show(table.of_records(QUALITY, rows, shown(title)))
     return {"quality": found}, 0
+
+
+def _compared(cell: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A cell of each row but the first, float32, with which the others are compared."""
+    return lambda row: cell(row) if row.side != "float32" else ""
+
+
+QUALITY: Final = (
+    table.Column("products", lambda row: row.side, words=True),
+    table.Column("perplexity", lambda row: f"{row.perplexity:.4f}"),
+    table.Column("mean KL", _compared(lambda row: f"{row.mean_kl:.2e}")),
+    table.Column("99.9 % KL", _compared(lambda row: f"{row.kl_999:.2e}")),
+    table.Column("same top", _compared(lambda row: f"{row.same_top:.2%}")),
+    table.Column("steps", lambda row: row.steps),
+)
 
 
 def _sentence(found: dict[str, Any]) -> str:

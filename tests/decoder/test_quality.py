@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
+from steps.cli import language_model
 from steps.cli.main import main
 from steps.decoder import files
 from steps.decoder.compare import checks, quality
@@ -145,24 +144,20 @@ def test_llama_cpp_is_a_side(tmp_path: Path, monkeypatch: Any) -> None:
     assert float32.mean_kl == 0
 
 
-def test_a_table() -> None:
-    console = Console(record=True, width=100, file=io.StringIO())
+def test_what_is_said_of_a_row() -> None:
     rows = [
         Quality("float32", 20.0, 0.0, 0.0, 1.0),
         Quality("fast", 20.5, 1.25e-3, 0.02, 0.985, "15 A8"),
     ]
-    console.print(quality.table(rows, "[bold]a[/nope]\x1b[2J.gguf"))
-    shown = console.export_text()
-    assert r"[bold]a[/nope]\x1b[2J.gguf" in shown, "a name is no markup and no command"
-    assert "20.5000" in shown
-    for part in ("fast", "1.25e-03", "2.00e-02", "98.50%", "15 A8"):
-        assert part in shown
+    cells = [[column.of(row) for column in language_model.QUALITY] for row in rows]
+    assert cells[0] == ["float32", "20.0000", "", "", "", ""]
+    assert cells[1] == ["fast", "20.5000", "1.25e-03", "2.00e-02", "98.50%", "15 A8"]
     assert quality.sentence(rows[0]) == "float32: perplexity 20.0000"
     assert "99.9 % below 2.00e-02, same top token 98.50%" in quality.sentence(rows[1])
 
 
 def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    path = files.write_tiny(tmp_path / "[bold]\x1b[2J.gguf", **SMALL)
     text, there = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text("the hat on that hen and the ant " * 6)
     monkeypatch.setattr(quality, "CONTEXT", 64)
@@ -177,7 +172,9 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     ]
     assert (found["chunks"], found["predictions"]) == (1, 31)
     assert found["rows"][1]["mean_kl"] < found["rows"][3]["mean_kl"] < found["rows"][2]["mean_kl"]
-    assert "tiny.gguf, text.txt: " in shown.out
+    title, *lines = shown.out.splitlines()
+    assert title == r"[bold]\x1b[2J.gguf, text.txt: 31 predictions", "no markup, no command"
+    assert len(lines) == 3 + len(found["rows"])
     assert shown.err.count("perplexity") == 4
 
 

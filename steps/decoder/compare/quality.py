@@ -24,10 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
-from qformats.terminal import shown
 from steps.decoder import files
 from steps.decoder.model import Decoder, Maker, Product, torch, torch_products
 from steps.decoder.operations import PLAIN, Operations
@@ -211,18 +208,6 @@ def sentence(row: Quality) -> str:
         f"{found}, KL divergence {row.mean_kl:.2e} on average, 99.9 % below {row.kl_999:.2e}, "
         f"same top token {row.same_top:.2%}"
     )
-
-
-def table(rows: Sequence[Quality], title: str) -> Table:
-    made = Table(title=Text(shown(title)), title_justify="left")
-    made.add_column("products")
-    for name in ("perplexity", "mean KL", "99.9 % KL", "same top", "steps"):
-        made.add_column(name, justify="right")
-    for row in rows:
-        known = [f"{row.mean_kl:.2e}", f"{row.kl_999:.2e}", f"{row.same_top:.2%}", row.steps]
-        rest = known if row.side != FLOAT32 else [""] * len(known)
-        made.add_row(row.side, f"{row.perplexity:.4f}", *rest)
-    return made
 
 
 def record(
