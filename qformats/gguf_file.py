@@ -41,6 +41,13 @@ _FLOATS: Final = {"f32": "<f4", "f16": "<f2", "bf16": "<u2"}  # NumPy has no bfl
 READABLE: Final = (*WEIGHT_FORMATS, *FILE_FORMATS, *_FLOATS)
 """The types of which `Tensor.array` and `Tensor.values` can be had; others are listed only."""
 
+GGML_TYPES: Final = {
+    int(GGMLQuantizationType[name.upper()]): name
+    for name in (*WEIGHT_FORMATS, *FILE_FORMATS)
+    if name.upper() in GGMLQuantizationType.__members__
+}
+"""Formats by ggml's number of the type, as far as the installed `gguf` knows them: {2: "q4_0"}."""
+
 _STRING, _ARRAY, _U32 = 8, 9, 4  # of the types of metadata
 _NUMBERS: Final = {  # of the other types of metadata, as NumPy has them
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", _U32: "<u4", 5: "<i4", 6: "<f4", 7: "?"},

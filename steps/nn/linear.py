@@ -174,6 +174,34 @@ class QuantLinear(nn.Module):
         return cls._of(fmt, np.array(blocks, order="C"), bias, options)
 
     @classmethod
+    def from_bytes(
+        cls,
+        blocks: Tensor,
+        format: str,
+        bias: Any = None,
+        *,
+        accuracy: str = "exact",
+        invariant: bool = False,
+    ) -> QuantLinear:
+        """Make a layer of ggml's own bytes, uint8 [N, bytes of a row], where they are.
+
+        On the CPU they are the layer's blocks, not copied. Those on a GPU are copied to the host
+        and packed from there; the layer does not keep them, so whoever drops them has one layer
+        twice for as long as this takes. bias: see `from_blocks`. Raises ValueError for bytes that
+        are no blocks of this format, and for scales that are not finite.
+        """
+        fmt = _kernel_format(format)
+        if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] % fmt.block_bytes:
+            raise ValueError(
+                f"blocks are {blocks.dtype} {list(blocks.shape)}: {fmt.name} needs uint8 [N, bytes "
+                f"of a row], a multiple of {fmt.block_bytes}"
+            )
+        host = operator.host_blocks(blocks.detach().cpu().contiguous(), fmt)
+        weight_format(host)
+        options = {"accuracy": accuracy, "invariant": invariant}
+        return cls._of(fmt, host, bias, options).to(blocks.device)
+
+    @classmethod
     def _of(
         cls, fmt: Format, blocks: np.ndarray, bias: Any, options: dict[str, Any]
     ) -> QuantLinear:
@@ -448,11 +476,11 @@ class QuantLinear(nn.Module):
     def get_extra_state(self) -> Tensor:
         """The format and version of the blocks, as a state dict holds them: "q4_0, version 1" in
         ASCII, uint8."""
-        return torch.tensor(list(_said(self.format).encode()), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list(said(self.format).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Raises ValueError for blocks of another format or version."""
-        if (why := _refused(state, self.format)) is not None:
+        if (why := refused(state, self.format)) is not None:
             raise ValueError(why)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -483,7 +511,7 @@ class QuantLinear(nn.Module):
                     "layer.get_extra_state()"
                 )
                 return
-            if (why := _refused(state_dict[key], self.format)) is not None:
+            if (why := refused(state_dict[key], self.format)) is not None:
                 error_msgs.append(f"{prefix}{BLOCKS}: {why}")
                 return
         here = self.device
@@ -529,19 +557,19 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _said(format_name: str) -> str:
+def said(format_name: str) -> str:
     """What a state dict says about blocks."""
     return f"{format_name}, version {VERSION}"
 
 
-def _refused(state: Any, format_name: str) -> str | None:
+def refused(state: Any, format_name: str) -> str | None:
     """Why a layer cannot load blocks with this extra state; None where it can."""
     if torch.is_tensor(state) and state.is_meta:  # says nothing, as the blocks have no values
         return None
     told = repr(state)
     if torch.is_tensor(state) and state.dtype == torch.uint8:
         told = bytes(state.flatten().tolist()).decode("ascii", "backslashreplace")
-    if told == (wanted := _said(format_name)):
+    if told == (wanted := said(format_name)):
         return None
     return f"the state holds {told}, and the layer takes {wanted}: make one of that format"
 

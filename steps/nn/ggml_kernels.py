@@ -1,0 +1,120 @@
+"""The kernels that transformers asks for where it keeps a GGUF file packed: those of this project.
+
+    from steps.nn.ggml_kernels import register
+
+    register()                      # before from_pretrained(..., gguf_file="model.gguf")
+
+transformers has no such kernels for CUDA, and without them makes float weights of the whole file.
+Registered, its `GgufLinear`, `GgufEmbedding` and `GgufExperts` keep the file's blocks and call what
+is here, on a GPU and on a CPU.
+
+They keep the blocks themselves, and call `mul_mat_vec` for up to 8 tokens. Its kernels read packed
+weights, which are made at the first call and kept as long as the blocks: a GPU then has both, and
+more tokens take a float matrix at each call. `steps.nn.gguf.use_gguf` makes `QuantLinear` of these
+layers, which have the packed weights alone, for any number of tokens.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from qformats.gguf_file import GGML_TYPES
+from steps.nn import operator as operator
+from steps.nn import rows
+from steps.nn.linear import QuantLinear
+
+torch = operator.torch
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    from torch import Tensor
+
+StorageWeakRef = import_module("torch.multiprocessing.reductions").StorageWeakRef
+
+GEMV_TYPES: Final = frozenset(GGML_TYPES)
+"""ggml's numbers of the types that are multiplied."""
+
+
+def format_of(ggml_type: int) -> str:
+    """The format of one of ggml's types; ValueError for those that no kernel takes."""
+    if ggml_type not in GGML_TYPES:
+        raise ValueError(
+            f"ggml type {ggml_type} is none that is multiplied here: these are "
+            f"{', '.join(f'{name} ({one})' for one, name in GGML_TYPES.items())}"
+        )
+    return GGML_TYPES[ggml_type]
+
+
+@torch.library.custom_op("quantized_gemm::mul_mat_vec", mutates_args=(), device_types="cpu")
+def _product(weight: Tensor, x: Tensor, format: str) -> Tensor:
+    n, k, _ = rows._facts(weight, format, x.dtype)
+    return operator.product(x, None, weight, [], [], "", "exact", format, n, k)
+
+
+@_product.register_kernel("cuda")
+def _product_on_gpu(weight: Tensor, x: Tensor, format: str) -> Tensor:
+    layer = _packed_of(weight, format)
+    return layer(x)
+
+
+@_product.register_fake
+def _shape_of_product(weight: Tensor, x: Tensor, format: str) -> Tensor:
+    n, _, _ = rows._facts(weight, format, x.dtype)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+_packed: dict[tuple[Any, ...], tuple[Any, int, QuantLinear]] = {}
+"""Packed weights by where their blocks lie; with a weak reference to that memory, so that they go
+with it, and the version of the blocks."""
+
+
+def _packed_of(weight: Tensor, format: str) -> QuantLinear:
+    """The packed weights of blocks on a GPU, made at the first call and after a change."""
+    memory = StorageWeakRef(weight.untyped_storage())
+    key = memory.cdata, weight.storage_offset(), weight.shape, format
+    version = 0 if weight.is_inference() else weight._version
+    if (found := _packed.get(key)) is None or found[1] != version:
+        for other in [one for one, (of, _, _) in _packed.items() if of.expired()]:
+            del _packed[other]
+        found = _packed[key] = memory, version, QuantLinear.from_bytes(weight, format)
+    return found[2]
+
+
+# --- what transformers calls ----------------------------------------------------------------------
+
+
+def mul_mat_vec(weight: Tensor, x: Tensor, ggml_type: int, out_features: int) -> Tensor:
+    """y[M, N] = x[M, K] @ dequantize(weight)^T in the dtype of x, any M. weight: uint8 [N, bytes
+    of a row]."""
+    return _product(weight, x, format_of(ggml_type))
+
+
+def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, ggml_type: int, out_features: int) -> Tensor:
+    """y [T, S, N] of x [T, K] by the experts ids [T, S], see `steps.nn.rows.mul_mat_id`."""
+    return rows.mul_mat_id(blocks, x, ids, format_of(ggml_type))
+
+
+def dequantize(weight: Tensor, ggml_type: int, count: int, cols: int, dtype: Any) -> Tensor:
+    """The weights [count, cols] in a dtype, see `steps.nn.rows.dequantize`."""
+    return rows.dequantize(weight.reshape(count, -1), format_of(ggml_type), dtype)
+
+
+def get_rows(weight: Tensor, indices: Tensor, ggml_type: int, cols: int, dtype: Any) -> Tensor:
+    """The rows `indices` [M] in a dtype, see `steps.nn.rows.get_rows`."""
+    return rows.get_rows(weight, indices, format_of(ggml_type), dtype)
+
+
+def register() -> None:
+    """Let transformers use these kernels for models that it loads from now on. ImportError for a
+    transformers that asks for none; 5.24 does."""
+    try:
+        kernels: Any = import_module("transformers.integrations.gguf.kernels")
+        made = kernels.GgufKernel(import_module(__name__))
+        _ = kernels._gguf_kernel
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "the installed transformers asks for no kernels of GGUF files, as 5.24 does: "
+            f"pip install 'transformers>=5.24' ({error})"
+        ) from error
+    kernels._gguf_kernel = made

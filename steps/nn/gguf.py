@@ -1,0 +1,527 @@
+"""A transformers model that was loaded from a GGUF file, with the file's own blocks.
+
+    from transformers import AutoModelForCausalLM
+    from steps.nn.gguf import use_gguf
+
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf")
+    print(use_gguf(model, "folder/model.gguf").summary())
+    model.to("cuda")
+
+transformers has two loaders of GGUF files. The older one makes float weights of all of the file.
+The newer one, for a few architectures, leaves blocks packed where kernels are registered
+(`steps.nn.ggml_kernels`), else makes floats too. After either, `use_gguf` gives every linear layer,
+embedding and set of experts the blocks that the file has for it. Nothing is quantized again: a
+layer's weights are those of the file, and products are as exact as the kernels are.
+
+Which tensor belongs to which module is transformers' own mapping of names, orders of rows and
+orders of columns (a llama's queries and keys, Qwen 3.5's values). It is not trusted: the blocks'
+values must be those that the module has.
+
+Memory. On the host blocks are pages of the file, mapped; those in another order of rows are a copy.
+On a GPU a linear layer has them as its kernels read them, an embedding and experts as they are. A
+matrix that is the embedding and the output layer, too, is there in both ways. A module's floats are
+freed when the next one is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from qformats import FORMATS
+from qformats.gguf_file import Tensor as FileTensor
+from qformats.gguf_file import metadata, tensors
+from qformats.terminal import shown
+from steps.nn import operator as operator
+from steps.nn.linear import TAKEN, QuantLinear
+from steps.nn.rows import QuantEmbedding, QuantExperts, dequantize
+
+torch = operator.torch
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    from torch import Tensor
+
+    nn = torch.nn
+
+VALUES: Final = 1 << 24
+"""Values that are compared at once: 64 MB of float32."""
+ROUNDINGS: Final = 8
+"""By how many last places of the row's largest weight a module's weight may differ from the file's:
+the newer loader dequantizes in the model's dtype, step by step."""
+EXPERTS: Final = ("gate_up_proj", "down_proj")
+"""Parameters of a module of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A module that has the file's blocks now; bytes of its weights on its device, before and
+    after."""
+
+    name: str
+    tensors: tuple[str, ...]
+    formats: tuple[str, ...]
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What `use_gguf` did; `print` it, or its `summary`.
+
+    taken  : modules that have the file's blocks now.
+    kept   : (name, why) of linear layers, embeddings and experts that are as they were.
+    unused : tensors of the file with blocks that no module took.
+    """
+
+    path: str
+    taken: tuple[Taken, ...]
+    kept: tuple[tuple[str, str], ...]
+    unused: tuple[str, ...]
+
+    def summary(self) -> str:
+        """All of it but the list of modules that took blocks."""
+        before, after = (sum(getattr(one, at) for one in self.taken) for at in ("before", "after"))
+        lines = [
+            f"{len(self.taken)} modules have the blocks of {self.path} now: {before:,} -> "
+            f"{after:,} bytes of weights"
+        ]
+        lines += [f"  {name} is unchanged: {why}" for name, why in self.kept]
+        lines += [f"  {name} of the file is not used" for name in self.unused]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        first, *rest = self.summary().split("\n")
+        taken = [
+            f"  {one.name}: {', '.join(one.formats)} of {', '.join(one.tensors)}"
+            for one in self.taken
+        ]
+        return "\n".join([first, *taken, *rest])
+
+
+def use_gguf(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    accuracy: str = "exact",
+    invariant: bool = False,
+) -> Blocks:
+    """Let a model take its weights from the blocks of the GGUF file that it was loaded from, in
+    place.
+
+    model : of transformers, by its `from_pretrained(..., gguf_file=...)`, on the CPU or on a GPU.
+    path  : the file; of a split one the first part. It must not change while the model is in use.
+    accuracy, invariant : of all linear layers, see `steps.nn.linear.QuantLinear`.
+
+    Linear layers become `QuantLinear`, embeddings `QuantEmbedding` and experts `QuantExperts`, on
+    the devices where they are. Modules stay, and are named with the reason, that the file has no
+    blocks for, whose values differ from the file's, that have hooks, or that do more than the ones
+    above. Returns a `Blocks`: `print` it.
+
+    Raises OSError and GGUFError for a file that cannot be read, ValueError for a model or a file
+    whose names transformers does not map, ImportError without transformers.
+    """
+    found = tensors(path)
+    held = {name: one for name, one in found.items() if one.type in FORMATS}
+    sources = _sources(model, metadata(path), held, Path(path))
+    options = {"accuracy": accuracy, "invariant": invariant}
+    return _Replacing(model, str(path), found, sources, options).run()
+
+
+# --- which tensors of the file a parameter is made of ---------------------------------------------
+
+
+class _Source(NamedTuple):
+    """A tensor of the file, the order in which a parameter has its rows, None for the file's, and
+    that of the values which its columns multiply, None for that of the module's input."""
+
+    tensor: FileTensor
+    order: Tensor | None = None
+    inputs: Tensor | None = None
+
+    def blocks(self) -> Tensor:
+        """uint8 [..., N, bytes of a row], in the parameter's order of rows, on the CPU."""
+        one, shape = self.tensor, self.tensor.shape
+        # "c": pages of the file; what is written to them stays in this process
+        mapped = np.memmap(one.path, np.uint8, "c", one.offset, (one.nbytes,))
+        bytes_ = torch.from_numpy(np.asarray(mapped)).view(
+            *shape[:-1], one.nbytes // prod(shape[:-1])
+        )
+        return bytes_ if self.order is None else bytes_[self.order]
+
+
+Sources = dict[str, list[_Source]]
+"""By the name of a parameter: one tensor, or those that lie below each other in it."""
+
+
+def _sources(model: Any, keys: dict[str, Any], held: dict[str, FileTensor], path: Path) -> Sources:
+    architecture = keys.get("general.architecture")
+    try:
+        older: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    except ImportError as error:
+        raise ImportError(
+            f"use_gguf needs transformers: pip install transformers ({error})"
+        ) from error
+    try:
+        newer: Any = import_module("transformers.integrations.gguf.utils")
+    except ImportError:  # before 5.24
+        newer = None
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"a {type(model).__name__} has no config: use_gguf takes a model of transformers that "
+            f"was loaded from {path}"
+        )
+    if newer is not None and newer.is_gguf_arch_supported(architecture):
+        return _by_conversions(model, architecture, held)
+    try:
+        return _by_names(model, architecture, held, older)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{path} is of architecture {shown(str(architecture))}, whose names transformers does "
+            "not map to a model"
+        ) from error
+
+
+def _by_conversions(model: Any, architecture: str, held: dict[str, FileTensor]) -> Sources:
+    """As the newer loader maps them: renamings, then conversions of values."""
+    loading: Any = import_module("transformers.core_model_loading")
+    mapping = import_module("transformers.integrations.gguf.utils").get_gguf_conversion_mapping(
+        architecture, model.config
+    )
+    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known = model.state_dict()
+    found: dict[str, list[tuple[int, _Source]]] = {}
+    for name, tensor in held.items():
+        parameter, pattern = loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
+        order = inputs = None
+        converter = of_pattern.get(pattern)
+        for operation in getattr(converter, "operations", ()):
+            if not getattr(operation, "supports_packed", False):
+                break
+            if (permutation := getattr(operation, "input_permutation", None)) is not None:
+                inputs = permutation
+            elif not isinstance(operation, loading.Concatenate):
+                order = _numbers(tensor) if order is None else order
+                (order,) = operation.convert(
+                    {pattern: order[:, None]}, [pattern], [pattern]
+                ).values()
+                order = order.reshape(-1)
+        else:
+            place = converter.source_patterns.index(pattern) if converter else 0
+            plain = order is None or torch.equal(order, _numbers(tensor))
+            source = _Source(tensor, None if plain else order, inputs)
+            found.setdefault(parameter, []).append((place, source))
+    return {
+        name: [one for _, one in sorted(several, key=lambda at: at[0])]
+        for name, several in found.items()
+    }
+
+
+def _by_names(model: Any, architecture: str, held: dict[str, FileTensor], older: Any) -> Sources:
+    """As the older loader maps them: the names of the `gguf` package, then a class that changes
+    values, of which the order of rows is learned from what it does to a matrix of row numbers."""
+    text = model.config.get_text_config()
+    config = text.to_dict() | {"n_head": text.num_attention_heads, "hidden_size": text.hidden_size}
+    processor = older.TENSOR_PROCESSORS.get(architecture, older.TensorProcessor)(config=config)
+    names = older.get_gguf_hf_weights_map(
+        model, processor, model_type=architecture, num_layers=text.num_hidden_layers
+    )
+    found: Sources = {}
+    for name in sorted(held, key=lambda one: "_up_" in one):  # gates lie before ups
+        tensor, of_experts = held[name], name.removesuffix(".weight")
+        parameter = names.get(name, names.get(of_experts))
+        if parameter is None:
+            continue
+        if of_experts in names:
+            found.setdefault(parameter, []).append(_Source(tensor))
+            continue
+        rows = np.broadcast_to(np.arange(tensor.shape[0], dtype=np.int32)[:, None], tensor.shape)
+        done = processor.process(
+            weights=rows, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        ).weights
+        if done is rows:
+            found[parameter] = [_Source(tensor)]
+        elif done.shape == rows.shape and (done == done[:, :1]).all():
+            found[parameter] = [_Source(tensor, torch.from_numpy(done[:, 0].astype(np.int64)))]
+    return found
+
+
+def _numbers(tensor: FileTensor) -> Tensor:
+    return torch.arange(tensor.shape[0])
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+class PermutedLinear(nn.Module):
+    """A linear layer of x[..., permutation]: of blocks whose columns are in another order than the
+    values of x. Blocks themselves are reordered instead where the order keeps each one whole."""
+
+    def __init__(self, linear: QuantLinear, permutation: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("permutation", permutation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] of x [..., K]."""
+        return self.linear(x.index_select(-1, self.permutation))
+
+
+def _in_order(blocks: Tensor, format: str, inputs: Tensor) -> Tensor | None:
+    """The blocks with their columns in the order of the input; None where blocks would be cut."""
+    fmt = FORMATS[format]
+    runs = inputs.view(-1, fmt.elements)
+    first = runs[:, :1]
+    if (first % fmt.elements).any() or (runs != first + torch.arange(fmt.elements)).any():
+        return None
+    apart = blocks.view(len(blocks), -1, fmt.block_bytes)
+    made = torch.empty_like(apart)
+    made[:, first[:, 0] // fmt.elements] = apart
+    return made.view(blocks.shape)
+
+
+def _same(weight: Tensor, blocks: Tensor, format: str, inputs: Tensor | None = None) -> bool:
+    """Whether a module's weight has the values of blocks, but for rounding to its dtype."""
+    rows, blocks = weight.reshape(-1, weight.shape[-1]), blocks.reshape(-1, blocks.shape[-1])
+    columns = None if inputs is None else torch.argsort(inputs).to(weight.device)
+    step, allowed = max(1, VALUES // rows.shape[1]), ROUNDINGS * torch.finfo(weight.dtype).eps
+    for first in range(0, len(rows), step):
+        part = blocks[first : first + step].to(weight.device)
+        values = dequantize(part, format, torch.float32)
+        if columns is not None:
+            values = values[:, columns]
+        difference = (rows[first : first + step].float() - values).abs().amax(1)
+        if not (difference <= allowed * values.abs().amax(1)).all():
+            return False
+    return True
+
+
+@dataclass
+class _Weight:
+    """A parameter under all its names, (module, attribute)."""
+
+    names: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Stays(Exception):
+    """Why a module is left as it is."""
+
+
+class _Replacing:
+    """One call of `use_gguf`."""
+
+    def __init__(
+        self,
+        model: Any,
+        path: str,
+        found: dict[str, FileTensor],
+        sources: Sources,
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.path, self.found, self.sources = model, path, found, sources
+        self.options = options
+        try:
+            packed: Any = import_module("transformers.integrations.gguf.utils")
+        except ImportError:
+            packed = SimpleNamespace(GgufLinear=(), GgufEmbedding=(), GgufExperts=())
+        self.packed = packed
+        self.taken: list[Taken] = []
+        self.kept: list[tuple[str, str]] = []
+
+    def run(self) -> Blocks:
+        for weight in self._weights():
+            try:
+                self._replace(weight)
+            except _Stays as why:
+                self.kept += [
+                    (name, str(why)) for name in dict.fromkeys(n for n, _ in weight.names)
+                ]
+        used = {name for one in self.taken for name in one.tensors}
+        blocks = [name for name, one in self.found.items() if one.type in FORMATS]
+        unused = tuple(shown(name) for name in blocks if name not in used)
+        return Blocks(self.path, tuple(self.taken), tuple(self.kept), unused)
+
+    def _weights(self) -> Iterator[_Weight]:
+        """Those of linear layers, embeddings and experts; tied ones together. Of experts the first
+        parameter stands for both. None of them is held while it is looked at."""
+        found: dict[int, _Weight] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            if self._is_experts(module):
+                found.setdefault(id(module), _Weight()).names.append((name, EXPERTS[0]))
+            elif isinstance(module, nn.Linear | nn.Embedding) or self._is_packed(module):
+                one = found.setdefault(id(module.weight), _Weight())
+                one.names.append((name, "weight"))
+        yield from found.values()
+
+    def _is_packed(self, module: Any) -> bool:
+        return isinstance(module, (self.packed.GgufLinear, self.packed.GgufEmbedding))
+
+    def _is_experts(self, module: Any) -> bool:
+        given = [module._parameters.get(name) for name in EXPERTS]
+        return all(one is not None and one.ndim == 3 for one in given)
+
+    def _replace(self, weight: _Weight) -> None:
+        modules = [self.model.get_submodule(name) for name, _ in weight.names]
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise _Stays("it has hooks, which the new one would not have")
+        if self._is_experts(modules[0]):
+            made, sources = self._experts(weight.names[0][0], modules[0])
+            new, before = (
+                [made] * len(modules),
+                sum(getattr(modules[0], one).nbytes for one in EXPERTS),
+            )
+        else:
+            source = self._source(weight)
+            sources, before = [source], modules[0].weight.nbytes
+            blocks = self._checked(modules[0], source)
+            layers: dict[int, Any] = {}
+            for module in modules:
+                if id(module) not in layers:
+                    layers[id(module)] = self._made(module, source, blocks)
+            new = [layers[id(module)] for module in modules]
+        after = sum(_bytes_of(one) for one in {id(one): one for one in new}.values())
+        for (name, _), one, module in zip(weight.names, new, modules, strict=True):
+            parent, _, last = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), last, one.train(module.training))
+        parts = tuple(one.tensor.name for one in sources)
+        formats = tuple(dict.fromkeys(one.tensor.type for one in sources))
+        names = ", ".join(dict.fromkeys(name for name, _ in weight.names))
+        self.taken.append(Taken(names, parts, formats, before, after))
+
+    def _source(self, weight: _Weight) -> _Source:
+        """The tensor of a weight; ValueError where there is none with blocks."""
+        for name, attribute in weight.names:
+            found = self.sources.get(f"{name}.{attribute}")
+            if found is not None and len(found) == 1:
+                return found[0]
+        raise _Stays("the file has no blocks for it that transformers maps to its name")
+
+    def _checked(self, module: Any, source: _Source) -> Tensor:
+        """The blocks of a source, which are what the module has."""
+        weight, format = module.weight, source.tensor.type
+        if format not in TAKEN:
+            raise _Stays(f"{source.tensor.name} is {format}, which no kernel takes")
+        blocks = source.blocks()
+        if self._is_packed(module):
+            if not torch.equal(blocks, weight.detach().cpu()):
+                raise _Stays(f"its blocks are not those of {source.tensor.name}")
+            return blocks
+        _require_values(weight, source, source.tensor.shape)
+        if not _same(weight.detach(), blocks, format, source.inputs):
+            raise _Stays(f"its values are not those of {source.tensor.name}")
+        return blocks
+
+    def _made(self, module: Any, source: _Source, blocks: Tensor) -> Any:
+        format, device = source.tensor.type, module.weight.device
+        if isinstance(module, self.packed.GgufEmbedding):
+            return QuantEmbedding(blocks.to(device), format, module.compute_dtype)
+        if isinstance(module, nn.Embedding):
+            return _embedding(module, blocks.to(device), format)
+        if type(module) is not nn.Linear and not isinstance(module, self.packed.GgufLinear):
+            raise _Stays(f"a {type(module).__name__} may do more than a Linear")
+        ordered = blocks if source.inputs is None else _in_order(blocks, format, source.inputs)
+        given = blocks if ordered is None else ordered
+        try:
+            layer = QuantLinear.from_bytes(given, format, module.bias, **self.options)
+        except ValueError as error:
+            raise _Stays(str(error)) from error
+        if ordered is None:
+            return PermutedLinear(layer, source.inputs).to(device)
+        return layer.to(device)
+
+    def _experts(self, name: str, module: Any) -> tuple[QuantExperts, list[_Source]]:
+        sources = [one for part in EXPERTS for one in self.sources.get(f"{name}.{part}", ())]
+        if len(sources) != 3:
+            raise _Stays(
+                "the file has no blocks for gates, ups and downs that transformers maps to it"
+            )
+        for one in sources:
+            if one.tensor.type not in TAKEN:
+                raise _Stays(f"{one.tensor.name} is {one.tensor.type}, which no kernel takes")
+        gate_up, down = (getattr(module, part).detach() for part in EXPERTS)
+        half = gate_up.shape[1] // 2
+        device = gate_up.device
+        given = [(one.blocks(), one.tensor.type) for one in sources]
+        parts = (gate_up[:, :half], gate_up[:, half:], down)
+        is_packed = isinstance(module, self.packed.GgufExperts)
+        for part, source, (blocks, format) in zip(parts, sources, given, strict=True):
+            if is_packed:
+                equal = torch.equal(blocks, part.cpu())
+            else:
+                _require_values(part, source, source.tensor.shape)
+                equal = _same(part, blocks, format)
+            if not equal:
+                raise _Stays(f"its values are not those of {source.tensor.name}")
+        gates, ups, downs = ((blocks.to(device), format) for blocks, format in given)
+        made = QuantExperts(gates, ups, downs, module.act_fn)
+        if not is_packed:
+            _require_same_answers(module, made, down)
+        return made, sources
+
+
+def _require_values(weight: Tensor, source: _Source, shape: Sequence[int]) -> None:
+    if weight.is_meta:
+        raise _Stays("it is on the meta device, without values")
+    if weight.dtype not in operator.NAMES or tuple(weight.shape) != tuple(shape):
+        raise _Stays(
+            f"it is {weight.dtype} {list(weight.shape)} and {source.tensor.name} has shape "
+            f"{list(shape)}"
+        )
+
+
+def _embedding(module: Any, blocks: Tensor, format: str) -> QuantEmbedding:
+    """The same embedding over blocks; a subclass of torch's may multiply its rows, as Gemma's."""
+    if module.max_norm is not None:
+        raise _Stays("its max_norm changes its weights")
+    scale = getattr(module, "embed_scale", None)
+    scale = scale.detach().clone() if torch.is_tensor(scale) else scale
+    if isinstance(scale, float):
+        scale = torch.tensor(scale, device=blocks.device)
+    made = QuantEmbedding(blocks, format, module.weight.dtype, scale)
+    if type(module) is not nn.Embedding:
+        ids = torch.arange(min(4, len(blocks)), device=blocks.device)
+        with torch.no_grad():
+            wanted, got = module(ids), made(ids)
+        if not _close(got, wanted):
+            raise _Stays(f"a {type(module).__name__} does more than an Embedding")
+    return made
+
+
+def _require_same_answers(module: Any, made: QuantExperts, down: Tensor) -> None:
+    """_Stays where experts do something else with the same weights, such as another gate."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, down.shape[1], generator=generator).to(down.device, down.dtype)
+    ids = torch.arange(2 * min(2, len(down)), device=down.device).view(2, -1) % len(down)
+    shares = torch.full(ids.shape, 0.5, dtype=down.dtype, device=down.device)
+    with torch.no_grad():
+        if not _close(made(x, ids, shares), module(x, ids, shares), 64):
+            raise _Stays(f"a {type(module).__name__} does more than gates, ups and downs")
+
+
+def _close(got: Tensor, wanted: Tensor, roundings: int = ROUNDINGS) -> bool:
+    if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    allowed = roundings * torch.finfo(wanted.dtype).eps * wanted.abs().amax().float()
+    return bool(((got.float() - wanted.float()).abs() <= allowed).all())
+
+
+def _bytes_of(module: Any) -> int:
+    """Of its weights, on its device."""
+    if isinstance(module, PermutedLinear):
+        module = module.linear
+    if isinstance(module, QuantLinear):
+        return module.device_bytes
+    return sum(one.nbytes for one in module.buffers())

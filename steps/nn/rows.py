@@ -1,0 +1,230 @@
+"""Rows of quantized weights as operators of torch, and what is made of them: an embedding, experts.
+
+    from steps.nn.rows import QuantEmbedding, dequantize, get_rows
+
+    dequantize(blocks, "q4_k", torch.float16)       # [N, K] of uint8 [N, bytes of a row]
+    get_rows(blocks, ids, "q4_k", torch.float16)    # [..., K] of ids [...]
+
+Blocks are ggml's own bytes, on the CPU or on a GPU. Every value is that of `qformats.dequantize`,
+rounded once to the dtype; on a GPU by one kernel (`steps.kernels.rows`), on a CPU by the codec. The
+operators have no gradient. torch.compile sees each as one node.
+
+`QuantEmbedding` and `QuantExperts` keep these bytes and nothing else, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+from qformats import FORMATS, Format
+from steps.nn import operator as operator
+from steps.nn.linear import TAKEN, refused, said
+from steps.product.rows import prepared, row_width
+
+torch = operator.torch
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+else:
+    from torch import Tensor
+
+    nn = torch.nn
+
+IDS = (torch.int32, torch.int64)
+
+
+@torch.library.custom_op("quantized_gemm::dequantize_rows", mutates_args=(), device_types="cpu")
+def dequantize(blocks: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """The weights [N, K] of blocks, uint8 [N, bytes of a row], on their device, float32, float16 or
+    bfloat16. Raises TypeError and ValueError for what are no blocks of the format."""
+    _, _, fmt = _facts(blocks, format, dtype)
+    values = fmt.dequantize(operator.host_blocks(blocks.contiguous(), fmt))
+    return torch.from_numpy(values).to(dtype)
+
+
+@torch.library.custom_op("quantized_gemm::get_rows", mutates_args=(), device_types="cpu")
+def get_rows(blocks: Tensor, ids: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """The rows [..., K] of blocks [N, bytes of a row] that ids [...], int32 or int64 on the same
+    device, name. A row whose id is not one from 0 to N - 1 is NaN."""
+    n, k, fmt = _facts(blocks, format, dtype)
+    _require_ids(ids, blocks)
+    flat = ids.reshape(-1)
+    known = (flat >= 0) & (flat < n)
+    rows = torch.full((flat.numel(), k), nan, dtype=dtype)
+    if known.any():
+        taken = blocks[flat[known]].contiguous()
+        rows[known] = torch.from_numpy(fmt.dequantize(operator.host_blocks(taken, fmt))).to(dtype)
+    return rows.reshape(*ids.shape, k)
+
+
+@dequantize.register_kernel("cuda")
+def _dequantize_on_gpu(blocks: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    n, k, fmt = _facts(blocks, format, dtype)
+    return _launched(blocks, None, fmt, blocks.new_empty((n, k), dtype=dtype))
+
+
+@get_rows.register_kernel("cuda")
+def _get_rows_on_gpu(blocks: Tensor, ids: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    _, k, fmt = _facts(blocks, format, dtype)
+    _require_ids(ids, blocks)
+    rows = blocks.new_empty((ids.numel(), k), dtype=dtype)
+    return _launched(blocks, ids.reshape(-1).contiguous(), fmt, rows).reshape(*ids.shape, k)
+
+
+@dequantize.register_fake
+def _shape_of_weights(blocks: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    n, k, _ = _facts(blocks, format, dtype)
+    return blocks.new_empty((n, k), dtype=dtype)
+
+
+@get_rows.register_fake
+def _shape_of_rows(blocks: Tensor, ids: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    _, k, _ = _facts(blocks, format, dtype)
+    _require_ids(ids, blocks)
+    return blocks.new_empty((*ids.shape, k), dtype=dtype)
+
+
+def _launched(blocks: Tensor, ids: Tensor | None, fmt: Format, rows: Tensor) -> Tensor:
+    """The rows, when the kernel that fills them is queued on the current stream of their GPU."""
+    if not rows.numel():
+        return rows
+    device, held = rows.get_device(), blocks.contiguous()
+    if held.data_ptr() % 2:  # kernels read float16 in it
+        held = held.clone()
+    arrays = [held.view(-1), rows] + ([] if ids is None else [ids])
+    with torch.cuda.device(device), operator._loading_allowed():
+        made = prepared(fmt.name, operator.array_types(arrays), device)
+    operator.launch(made, arrays)
+    return rows
+
+
+def _facts(blocks: Tensor, format: str, dtype: Any) -> tuple[int, int, Format]:
+    """(N, K, format) of blocks; TypeError or ValueError for what cannot be dequantized."""
+    if format not in TAKEN:
+        raise ValueError(f"format is {format!r}: it must be one of {', '.join(TAKEN)}")
+    if dtype not in operator.NAMES:
+        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    if blocks.dtype != torch.uint8 or blocks.ndim != 2:
+        raise TypeError(
+            f"blocks must be uint8 [N, bytes of a row], got {blocks.dtype} {list(blocks.shape)}"
+        )
+    fmt = FORMATS[format]
+    return blocks.shape[0], row_width(fmt, blocks.shape[1]), fmt
+
+
+def _require_ids(ids: Tensor, blocks: Tensor) -> None:
+    if ids.dtype not in IDS or ids.device != blocks.device:
+        raise TypeError(
+            f"ids must be int32 or int64 on {blocks.device}, got {ids.dtype} on {ids.device}"
+        )
+
+
+class QuantEmbedding(nn.Module):
+    """A `torch.nn.Embedding` over ggml's blocks: rows [..., K] of ids [...].
+
+    blocks : uint8 [V, bytes of a row], where the layer is, taken as they are.
+    format : a name of `qformats.FORMATS`.
+    dtype  : of the rows; `.to(dtype)` and its like change it.
+    scale  : None, or what rows are multiplied by, as Gemma does: a tensor without dimensions, which
+             is rounded to the dtype first.
+
+    An id that is not in the table gives a row of NaN. A state dict holds the blocks and their
+    format, as that of a `QuantLinear` does. Nothing has a gradient.
+    """
+
+    def __init__(
+        self, blocks: Tensor, format: str, dtype: Any, scale: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, _ = _facts(blocks, format, dtype)
+        self.format = format
+        self.register_buffer("blocks", blocks)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("_of_dtype", blocks.new_empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = get_rows(self.blocks, ids, self.format, self._of_dtype.dtype)
+        return rows if self.scale is None else rows * self.scale.to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale is None else f", scale={self.scale.item():g}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}{scale}"
+
+    def get_extra_state(self) -> Tensor:
+        """The format and version of the blocks, see `QuantLinear.get_extra_state`."""
+        return torch.tensor(list(said(self.format).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises ValueError for blocks of another format or version."""
+        if (why := refused(state, self.format)) is not None:
+            raise ValueError(why)
+
+
+@torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=())
+def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+    """y[t, s] = x[t] @ dequantize(blocks[ids[t, s]])^T: every token by the experts chosen for it.
+
+    blocks : uint8 [E, N, bytes of a row]. x: float32, float16 or bfloat16 [T, K]. ids: integers
+             [T, S]; where one is not from 0 to E - 1, y[t, s] is zero.
+
+    Returns [T, S, N] in the dtype of x, on its device. Each expert in use is dequantized, on a GPU
+    to the dtype of x, and torch multiplies: right for any number of tokens, but a loop that waits
+    for the GPU once.
+    """
+    y = _products_of_experts(blocks, x, ids, format).zero_()
+    wide = x.dtype if x.is_cuda else torch.float32
+    for expert in ids.unique().tolist():
+        if 0 <= expert < len(blocks):
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            w = dequantize(blocks[expert], format, wide)
+            y[token, slot] = (x[token].to(wide) @ w.T).to(x.dtype)
+    return y
+
+
+@mul_mat_id.register_fake
+def _products_of_experts(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+    _, k, _ = _facts(blocks[0], format, x.dtype)
+    if x.ndim != 2 or x.shape[1] != k or ids.ndim != 2 or len(ids) != len(x):
+        raise ValueError(
+            f"x must have shape [T, {k}] and ids [T, S], got {list(x.shape)} and {list(ids.shape)}"
+        )
+    return x.new_empty((*ids.shape, blocks.shape[1]))
+
+
+class QuantExperts(nn.Module):
+    """The experts of a transformers model over ggml's blocks, called as its own are.
+
+    gate, up, down : (blocks, format): uint8 [E, I, bytes of K], [E, I, bytes of K] and [E, K, bytes
+                     of I], taken as they are.
+    act_fn         : of gates, a module or function.
+    """
+
+    def __init__(
+        self,
+        gate: tuple[Tensor, str],
+        up: tuple[Tensor, str],
+        down: tuple[Tensor, str],
+        act_fn: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = len(gate[0]), act_fn
+        self.formats = {"gate": gate[1], "up": up[1], "down": down[1]}
+        for name, (blocks, _) in zip(self.formats, (gate, up, down), strict=True):
+            self.register_buffer(f"{name}_blocks", blocks)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
+        gate = self._product("gate", hidden_states, top_k_index)
+        hidden = self.act_fn(gate) * self._product("up", hidden_states, top_k_index)
+        ids = top_k_index.reshape(-1, 1)
+        y = self._product("down", hidden.reshape(len(ids), hidden.shape[-1]), ids)
+        weighted = y.reshape(*top_k_index.shape, y.shape[-1]) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden_states.dtype)
+
+    def _product(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
+        return mul_mat_id(getattr(self, f"{name}_blocks"), x, ids, self.formats[name])
+
+    def extra_repr(self) -> str:
+        formats = ", ".join(f"{name}={one}" for name, one in self.formats.items())
+        return f"{self.num_experts}, {formats}"
