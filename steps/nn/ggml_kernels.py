@@ -28,7 +28,7 @@ torch = operator.torch
 if TYPE_CHECKING:
     from torch import Tensor
 else:
-    from torch import Tensor
+    Tensor = torch.Tensor
 
 StorageWeakRef = import_module("torch.multiprocessing.reductions").StorageWeakRef
 

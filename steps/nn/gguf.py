@@ -48,9 +48,7 @@ torch = operator.torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 else:
-    from torch import Tensor
-
-    nn = torch.nn
+    Tensor, nn = torch.Tensor, torch.nn
 
 VALUES: Final = 1 << 24
 """Values that are compared at once: 64 MB of float32."""
@@ -163,7 +161,7 @@ Sources = dict[str, list[_Source]]
 
 
 def _sources(model: Any, keys: dict[str, Any], held: dict[str, FileTensor], path: Path) -> Sources:
-    architecture = keys.get("general.architecture")
+    architecture = str(keys.get("general.architecture"))
     try:
         older: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     except ImportError as error:
@@ -185,7 +183,7 @@ def _sources(model: Any, keys: dict[str, Any], held: dict[str, FileTensor], path
         return _by_names(model, architecture, held, older)
     except NotImplementedError as error:
         raise ValueError(
-            f"{path} is of architecture {shown(str(architecture))}, whose names transformers does "
+            f"{path} is of architecture {shown(architecture)}, whose names transformers does "
             "not map to a model"
         ) from error
 
@@ -487,7 +485,7 @@ def _embedding(module: Any, blocks: Tensor, format: str) -> QuantEmbedding:
     """The same embedding over blocks; a subclass of torch's may multiply its rows, as Gemma's."""
     if module.max_norm is not None:
         raise _Stays("its max_norm changes its weights")
-    scale = getattr(module, "embed_scale", None)
+    scale: Any = getattr(module, "embed_scale", None)
     scale = scale.detach().clone() if torch.is_tensor(scale) else scale
     if isinstance(scale, float):
         scale = torch.tensor(scale, device=blocks.device)

@@ -23,13 +23,12 @@ from steps.nn import operator as operator
 from steps.nn.linear import TAKEN, refused, said
 from steps.product.rows import prepared, row_width
 
-torch = operator.torch
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 else:
-    from torch import Tensor
-
-    nn = torch.nn
+    torch = operator.torch
+    Tensor, nn = torch.Tensor, torch.nn
 
 IDS = (torch.int32, torch.int64)
 
