@@ -80,7 +80,7 @@ def test_cases_go_round_distributions_and_orders() -> None:
 
 def test_a_kernel_of_few_tokens_has_a_deeper_k_in_the_simulator() -> None:
     """Its warps share K, and each has a ring of its own."""
-    for step, depth in ((find(14), 672), (find(17), 4256), (kernel_of(18), 4256)):
+    for step, depth in ((find(14), 1312), (find(17), 4256), (kernel_of(18), 4256)):
         shapes = [case.shape for case in cases("q4_0", simulated=True, step=step)]
         assert max(k for _, _, k in shapes) == depth, step.name
     assert DEEP_CHECK_SHAPE in [case.shape for case in cases("q4_0", simulated=False)]
