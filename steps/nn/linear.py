@@ -39,6 +39,7 @@ from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, quantize
 from steps.contract import known_accuracy
 from steps.nn import operator as operator
 from steps.nn.shard import Shard, group_of
+from steps.nn.weight import Weight, refuse
 from steps.product.choice import packings
 from steps.product.operands import weight_format
 
@@ -60,7 +61,7 @@ KINDS: Final = ("weights", "fast")
 """Names of buffers: the packing that exact kernels read, and that of fast ones."""
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(nn.Linear):
     """y[..., N] = x[..., K] @ dequantize(blocks)^T + bias, in the dtype of x.
 
     x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
@@ -72,13 +73,18 @@ class QuantLinear(nn.Module):
     x has a gradient, computed with the dequantized weights as if x had not been rounded. It
     dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
 
+    It is a torch.nn.Linear, so that code which looks for Linears finds it, such as PEFT, which puts
+    adapters on it. Its `weight` is no Parameter but a read-only tensor that is dequantized when it
+    is used, in the layer's `dtype` (`steps.nn.weight`). What would write to it, such as a merge of
+    adapters or an initialization, raises and loses nothing.
+
     in_features  : K, a multiple of 32, of K-quants of 256.
     out_features : N, at least 1.
     format       : a name of `qformats.FORMATS` that kernels multiply.
     accuracy     : "exact" or "fast", see `steps.gemm`.
     invariant    : whether, up to 16 tokens, a row of y has the same bits on a GPU whatever the
                    number of tokens and whatever the other rows are, see `steps.gemm`.
-    device, dtype : where the layer lies, and the dtype of the bias.
+    device, dtype : where the layer lies, and the dtype of the bias and of `weight`.
 
     A new layer holds zeros, for `load_state_dict`; `from_float`, `from_blocks` and `from_gguf` make
     one with weights. Raises ValueError for sizes, formats and devices that cannot be.
@@ -98,13 +104,14 @@ class QuantLinear(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         fmt = _kernel_format(format)
         self.in_features, self.out_features = in_features, out_features
         self.format, self.accuracy = fmt.name, known_accuracy(accuracy)
         self.invariant = bool(invariant)
         self.sharding: Shard | None = None
         self.packings = ""
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
                 f"in_features={in_features}, out_features={out_features}: a layer in {fmt.name} "
@@ -153,6 +160,7 @@ class QuantLinear(nn.Module):
         values = weight.to("cpu", torch.float32).contiguous().numpy()
         options = {"accuracy": accuracy, "invariant": invariant}
         layer = cls._of(fmt, quantize(values, fmt.name), bias, options)
+        layer.dtype = weight.dtype if weight.is_floating_point() else layer.dtype
         return layer.to(weight.device)
 
     @classmethod
@@ -216,7 +224,7 @@ class QuantLinear(nn.Module):
                 bias = nn.Parameter(own.detach().clone(), requires_grad=False)
             if tuple(bias.shape) != (n,):
                 raise ValueError(f"bias must have shape [{n}], got {list(bias.shape)}")
-            layer.bias = bias
+            layer.bias, layer.dtype = bias, bias.dtype
         return layer
 
     @classmethod
@@ -291,34 +299,34 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
         bfloat16, ValueError for another K or device."""
-        shard = self.sharding
+        shard, parameters = self.sharding, self._parameters
+        # not by torch's lookup, which takes longer, unless a property computes it
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if shard is None:
-            return self._product(x)
+            return self._product(x, bias)
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"x must have shape [..., {self.in_features}] for this rank ({shard} of the "
                 f"{shard.n} x {shard.k} layer), got {list(x.shape)}"
             )
         if shard.kind == "column":
-            y = self._product(shard.input(x))
+            y = self._product(shard.input(x), bias)
             return shard.gathered(y) if shard.gather else y
         few = shard.sums(self.device).is_small(x.numel() // self.in_features * self.out_features)
-        y = shard.summed(self._product(x, wide=few, biased=False))
-        bias = self.bias
+        y = shard.summed(self._product(x, None, wide=few))
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def _product(self, x: Tensor, *, wide: bool = False, biased: bool = True) -> Tensor:
-        """The product of this rank's blocks, in float32 where it is wide."""
+    def _product(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
+        """The product of this rank's blocks plus a bias, in float32 where it is wide."""
         if is_any_autocast_enabled():
             x = _autocast(x)
-        if not is_dynamo_compiling() and (held := self._directly(x)) is not None:
-            bias = self._parameters["bias"] if biased else None
+        if not is_dynamo_compiling() and (held := self._directly(x, bias)) is not None:
             return operator.multiply(x, bias, held, torch.float32 if wide else None)
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
             raise ValueError(f"x is on {x.device} and the layer is on {here}: move one of them")
-        bias, blocks, graded = self.bias if biased else None, None, False
+        blocks, graded = None, False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)
         transformed = operator.is_transformed()
@@ -344,15 +352,12 @@ class QuantLinear(nn.Module):
             wide,
         )
 
-    def _directly(self, x: Tensor) -> operator.Weights | None:
+    def _directly(self, x: Tensor, bias: Tensor | None) -> operator.Weights | None:
         """The packed weights where the product needs no operator of torch: on the GPU, without a
         gradient, and where torch intercepts nothing (`operator.runs_at_once`); else None."""
-        held, parameters = self._on_gpu(), self._parameters
+        held = self._on_gpu()
         if held is None or x.get_device() != held.device or not operator.runs_at_once(x):
             return None
-        if "bias" not in parameters:  # it may be computed by a property
-            return None
-        bias = parameters["bias"]
         if bias is not None and bias.get_device() != held.device:
             return None
         if torch.is_grad_enabled() and (
@@ -368,9 +373,22 @@ class QuantLinear(nn.Module):
         return torch.from_numpy(values).to(self.device)
 
     @property
-    def weight(self) -> Tensor:
-        """`dequantize()`, for code that reads a Linear's weight; writing to it has no effect."""
-        return self.dequantize()
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weights [N, K] in the layer's dtype, read-only, dequantized when they are used."""
+        if torch.compiler.is_compiling():  # where nothing uses it, the compiler leaves it out
+            return operator.dequantize(self.blocks, self.format, self.dtype, self.device)
+        shape = self.out_features, self.in_features
+        return Weight(
+            torch.empty(shape, dtype=self.dtype, device="meta"),
+            self.device,
+            lambda: self.dequantize().to(self.dtype),
+            lambda x, bias: self._product(x, bias),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            refuse("an assignment")
+        super().__setattr__(name, value)
 
     @property
     def device(self) -> Any:
@@ -466,6 +484,7 @@ class QuantLinear(nn.Module):
             self._buffers = buffers
         here = self.device
         there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=here)).dtype
         if there != here:
             self._move(there)
         elif there.type == "cpu":
@@ -673,7 +692,7 @@ def quantize_model(
     modules = dict(model.named_modules(remove_duplicate=False))
     candidates: dict[int, _Candidate] = {}
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module, QuantLinear):
             candidates.setdefault(id(module), _Candidate(module)).names.append(name)
     used: set[str] = set()
     for one in candidates.values():

@@ -319,6 +319,80 @@ def test_from_a_linear_a_matrix_or_blocks(name: str) -> None:
     assert half.bias.dtype == torch.bfloat16
 
 
+def test_the_weight_is_a_tensor_that_is_dequantized_where_it_is_used(monkeypatch: Any) -> None:
+    layer = QuantLinear.from_float(nn.Linear(K, N).bfloat16(), "q4_0")
+    wanted, x, made = layer.dequantize().bfloat16(), tensor(2, K, dtype=torch.bfloat16), []
+    original = QuantLinear.dequantize
+    monkeypatch.setattr(QuantLinear, "dequantize", lambda s: made.append(1) or original(s))
+    w = layer.weight
+    assert isinstance(layer, nn.Linear)
+    assert (w.dtype, w.shape, w.device) == (torch.bfloat16, (N, K), torch.device("cpu"))
+    assert not w.requires_grad
+    assert repr(w) == f"Weight([{N}, {K}], torch.bfloat16, cpu, read-only)"
+    assert torch.equal(nn.functional.linear(x, w, layer.bias), layer(x)), "by its own product"
+    assert torch.equal(nn.functional.linear(x, weight=w), layer._product(x, None))
+    assert made == []
+    assert torch.equal(w, wanted)
+    assert made == [1]
+    assert torch.equal(x @ w.T, x @ wanted.T)
+    assert torch.equal(w[3:5].t().float(), wanted[3:5].t().float())
+    assert torch.equal(w.split(5)[1], wanted.split(5)[1])
+    assert w.tolist() == wanted.tolist()
+    for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), w.clone()):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, wanted)
+    assert layer.float().weight.dtype == torch.float32
+    assert layer.to(torch.float16).weight.dtype == torch.float16
+    assert QuantLinear(64, 5, bias=False, dtype=torch.float16).weight.dtype == torch.float16
+    assert QuantLinear.from_blocks(blocks_of()).bfloat16().weight.dtype == torch.bfloat16
+    torch._dynamo.reset()
+    bare = QuantLinear.from_blocks(blocks_of()).half()
+    compiled = torch.compile(
+        lambda x: bare(x.to(bare.weight.dtype)), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(tensor(2, K)), bare(tensor(2, K).half()))
+
+
+WRITES = {
+    "in place": lambda layer: layer.weight.zero_(),
+    "its data": lambda layer: layer.weight.data.zero_(),
+    "detached": lambda layer: layer.weight.detach().zero_(),
+    "a copy": lambda layer: layer.weight.copy_(torch.zeros(N, K)),
+    "an initialization": lambda layer: nn.init.zeros_(layer.weight),
+    "another": lambda layer: layer.reset_parameters(),
+    "an item": lambda layer: layer.weight.__setitem__(0, 1),
+    "a row": lambda layer: layer.weight[0].zero_(),
+    "the transpose": lambda layer: layer.weight.T.add_(1),
+    "a part": lambda layer: layer.weight.unbind()[0].zero_(),
+    "many": lambda layer: torch._foreach_zero_([layer.weight]),
+    "out": lambda layer: torch.add(torch.ones(N, K), 1, out=layer.weight),
+    "a Parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(N, K))),
+    "data": lambda layer: setattr(layer.weight, "data", torch.zeros(N, K)),
+    "a gradient": lambda layer: layer.weight.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writing_to_the_weight_raises(how: str) -> None:
+    layer = QuantLinear.from_blocks(blocks_of())
+    with pytest.raises(RuntimeError, match="the weight of a QuantLinear is read-only") as refused:
+        WRITES[how](layer)
+    assert "\n" not in str(refused.value)
+    layer.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_encoder_layer_of_torch_runs_by_the_layers(dtype: Any, monkeypatch: Any) -> None:
+    """In eval() it reads `linear1.weight` itself, where nothing tells it not to."""
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval().to(dtype)
+    quantize_model(encoder, "q8_0")
+    called, forward = [], QuantLinear.forward
+    monkeypatch.setattr(QuantLinear, "forward", lambda s, x: called.append(1) or forward(s, x))
+    with torch.no_grad():
+        y = encoder(tensor(2, 5, 64, dtype=dtype))
+    assert (y.dtype, len(called)) == (dtype, 2)
+
+
 def test_the_layer_has_blocks_of_its_own() -> None:
     blocks = blocks_of()
     layer = QuantLinear.from_blocks(blocks)
@@ -739,10 +813,10 @@ def test_sums_that_are_not_complete_are_float32(host: Any, m: int) -> None:
     layer = uploaded(blocks)
     made = choice_of(layer, m, "float16")
     assert (made.reading.source, made.writes) == ("float16", "float32")
-    y = layer._product(x, wide=True)
+    y = layer._product(x, None, wide=True)
     assert y.dtype == torch.float32
     assert within(y, x, blocks, x_rounding=0.5 / 127)
-    assert torch.equal(y.half(), layer._product(x))
+    assert torch.equal(y.half(), layer._product(x, None))
     arguments = (
         *(x, None, None, layer._arrays("weights"), [], layer.packings, "exact", "q4_0", N, K),
         *(False, True),
@@ -1165,7 +1239,7 @@ def test_what_skip_means(skip: Any, left: set[str]) -> None:
     model = Model(tied=False)
     quantize_model(model, skip=skip)
     odd = {"layers.0.odd", "layers.1.odd"}
-    assert {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} - odd == left
+    assert {n for n, m in model.named_modules() if type(m) is nn.Linear} - odd == left
 
 
 def test_tied_weights_stay_tied() -> None:
