@@ -676,10 +676,14 @@ def quantize_model(
     accuracy, invariant : of all layers, see `QuantLinear`.
 
     These layers are left alone too, and reported with the reason: those whose K is not a multiple
-    of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; and those
+    of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; adapters,
+    which are those beside a `base_layer` and those that are trained beside frozen ones; and those
     whose weights are tied to a module that stays, such as an output layer to the embedding, as
     quantizing them would cost memory instead of saving it. A layer that is in a model several times
-    stays one layer. Linears with the same weights and the same bias become one layer.
+    stays one layer. Linears with the same weights and the same bias become one layer. Matrices of
+    other modules, such as GPT-2's Conv1D or packed attention projections, are reported too.
+
+    A model on the meta device becomes a skeleton: `load_state_dict(state, assign=True)` fills it.
 
     Returns a `Report`; `print` it. Layers are quantized one after another. Raises ValueError for an
     unknown format or accuracy, and, with its name, for a layer that cannot be quantized, such as
@@ -695,10 +699,12 @@ def quantize_model(
         if isinstance(module, nn.Linear) and not isinstance(module, QuantLinear):
             candidates.setdefault(id(module), _Candidate(module)).names.append(name)
     used: set[str] = set()
+    adapters = _adapters(modules)
     for one in candidates.values():
         matched = [entry for entry in skip if any(_matches(entry, name) for name in one.names)]
         used.update(matched)
-        one.why = f"skip={matched[0]!r}" if matched else _why_not(one.linear, fmt.name)
+        one.why = adapters.get(id(one.linear)) or _why_not(one.linear, fmt.name)
+        one.why = f"skip={matched[0]!r}" if matched else one.why
     _keep_ties(modules, candidates)
 
     replaced: list[Replaced] = []
@@ -713,9 +719,8 @@ def quantize_model(
         layer = layers.get(key)
         if layer is None:
             try:
-                layer = QuantLinear.from_float(
-                    one.linear, fmt.name, accuracy=accuracy, invariant=invariant
-                )
+                make = _empty if weight.is_meta else QuantLinear.from_float
+                layer = make(one.linear, fmt.name, accuracy=accuracy, invariant=invariant)
             except ValueError as error:
                 raise ValueError(f"{one.names[0]}: {error}") from error
             layers[key] = layer.train(one.linear.training)
@@ -727,9 +732,18 @@ def quantize_model(
         replaced.append(Replaced(one.names[0], 0 if memory in counted else before, after))
         counted.add(memory)
         one.linear = weight = None  # its memory is free for the next one
-    skipped = ((one.names[0], one.why) for one in candidates.values() if one.why is not None)
+    skipped = [(one.names[0], one.why) for one in candidates.values() if one.why is not None]
+    skipped += _not_linear(modules)
     unused = tuple(entry for entry in skip if entry not in used)
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
+
+
+def _empty(linear: Any, format_name: str, **options: Any) -> QuantLinear:
+    """A layer without values in the place of a Linear on the meta device."""
+    k, n, dtype = linear.in_features, linear.out_features, linear.weight.dtype
+    layer = QuantLinear(k, n, False, format=format_name, device="meta", dtype=dtype, **options)
+    layer.bias = linear.bias
+    return layer
 
 
 def _matches(entry: str, name: str) -> bool:
@@ -745,9 +759,42 @@ def _why_not(linear: Any, format_name: str) -> str | None:
     size = FORMATS[format_name].elements
     if linear.in_features % size or not linear.weight.numel():
         return f"K={linear.in_features} is not a multiple of {size}, the block of {format_name}"
-    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+    hooked = any(kept and "_hooks" in name for name, kept in vars(linear).items())
+    hooks = linear.weight._backward_hooks, linear.weight._post_accumulate_grad_hooks
+    if hooked or any(hooks) or "forward" in vars(linear):
         return "it has hooks, which the new layer would not have"
     return None
+
+
+def _adapters(modules: dict[str, Any]) -> dict[int, str]:
+    """Of each Linear that is part of an adapter: why it is not replaced, by its id. An adapter is
+    beside a `base_layer`, as PEFT's are, or is trained in a model that has frozen Linears."""
+    linears = {name: one for name, one in modules.items() if isinstance(one, nn.Linear)}
+    frozen = any(
+        isinstance(one, QuantLinear) or not one.weight.requires_grad for one in linears.values()
+    )
+    found = {}
+    for name, one in linears.items():
+        parts = name.split(".")
+        for i in range(len(parts)):
+            owner = modules[".".join(parts[:i])]
+            if hasattr(owner, "base_layer") and parts[i] != "base_layer":
+                found[id(one)] = f"it is part of an adapter of {'.'.join(parts[:i]) or 'the model'}"
+        if frozen and one.weight.requires_grad:
+            found.setdefault(id(one), "it is being trained, and other Linears are frozen")
+    return found
+
+
+def _not_linear(modules: dict[str, Any]) -> list[tuple[str, str]]:
+    """Matrices that are multiplied and are no Linear's, and why they are not replaced."""
+    found = []
+    for name, module in modules.items():
+        for last, one in module.named_parameters(recurse=False):
+            matrix = one.ndim in (2, 3) and one.is_floating_point() and min(one.shape) > 1
+            if matrix and not isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+                what = f"a {type(module).__name__} multiplies it itself; only Linears are replaced"
+                found.append((f"{name}.{last}".lstrip("."), f"{what}"))
+    return found
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -1304,6 +1304,71 @@ def test_layers_that_may_do_more_are_left_alone() -> None:
     assert "out_proj" in dict(quantize_model(attention).skipped)
 
 
+HOOKS = [name for name in dir(nn.Module) if name.startswith("register_") and "hook" in name]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_every_kind_are_kept(name: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 3))
+    getattr(model[0], name)(lambda *_, **__: None)
+    assert dict(quantize_model(model).skipped) == {
+        "0": "it has hooks, which the new layer would not have"
+    }
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_are_kept(name: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 3))
+    getattr(model[0].weight, name)(lambda *_: None)
+    assert type(model[0]) is nn.Linear
+    assert "it has hooks" in dict(quantize_model(model).skipped)["0"]
+
+
+class Adapted(nn.Module):
+    """A Linear with a low-rank product beside it, named as PEFT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(64, 64)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 32, bias=False)})
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_adapters_are_left_alone(trained: bool) -> None:
+    model = nn.ModuleDict({"q": Adapted(), "own": nn.Linear(64, 32), "other": nn.Linear(64, 32)})
+    model.requires_grad_(False)
+    model["own"].requires_grad_(trained)
+    report = quantize_model(model)
+    left = {"q.lora_A.default": "it is part of an adapter of q"}
+    if trained:
+        left["own"] = "it is being trained, and other Linears are frozen"
+    assert dict(report.skipped) == left
+    assert isinstance(model["q"].base_layer, QuantLinear)
+    assert "q.lora_A.default is unchanged: it is part of an adapter of q" in str(report)
+
+
+def test_matrices_that_are_no_linears_are_named() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.ModuleDict({"c_attn": Conv1D(96, 32), "attn": nn.MultiheadAttention(32, 2)})
+    said = dict(quantize_model(model).skipped)
+    assert said["c_attn.weight"] == "a Conv1D multiplies it itself; only Linears are replaced"
+    assert said["attn.in_proj_weight"].startswith("a MultiheadAttention multiplies it itself")
+
+
+def test_a_skeleton_on_the_meta_device_takes_a_state_dict() -> None:
+    model = nn.Sequential(nn.Linear(64, 5, dtype=torch.bfloat16), nn.Linear(32, 3, bias=False))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(64, 5, dtype=torch.bfloat16), nn.Linear(32, 3, bias=False))
+    quantize_model(model, "q5_0"), quantize_model(empty, "q5_0")
+    assert empty[0].blocks.is_meta
+    assert empty[0].weight.dtype == torch.bfloat16
+    empty.load_state_dict(model.state_dict(), assign=True)
+    for one, other in zip(empty, model, strict=True):
+        assert torch.equal(one.weight, other.weight)
+    assert torch.equal(empty[0](X), model[0](X))
+
+
 def test_a_model_that_cannot_be_quantized() -> None:
     with pytest.raises(ValueError, match="the model is itself a Linear"):
         quantize_model(nn.Linear(32, 3))
