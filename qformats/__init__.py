@@ -11,9 +11,8 @@ nothing here imports, also needs gguf.
     blocks.py      the bytes of a block, as NumPy dtypes
     format.py      the contract of a format
     codec.py       formats whose levels are linear in the code; quantize, dequantize
-    codebook.py    MXFP4, IQ4_NL, IQ4_XS, NVFP4, whose codes index a table
+    codebook.py    MXFP4, IQ4_NL, IQ4_XS, NVFP4, Q1_0, TQ2_0, whose codes index a table
     kquants.py     the K-quants
-    ternary.py     Q1_0 and TQ2_0, codes of one bit or three values
     draw.py        pictures of blocks
     gguf_file.py   the tensors of a GGUF file, memory-mapped
     terminal.py    what files say, as a terminal may show it

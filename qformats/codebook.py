@@ -1,8 +1,10 @@
-"""The 4-bit formats whose codes index a table of sixteen integers: MXFP4, IQ4_NL, IQ4_XS, NVFP4.
+"""The formats whose codes index a table of integers: of sixteen in MXFP4, IQ4_NL, IQ4_XS and NVFP4,
+of two and four in Q1_0 and TQ2_0.
 
 Layout, tables and recipes are those of `ggml-common.h`, `ggml-quants.c` (`quantize_row_mxfp4_ref`,
-`quantize_row_iq4_nl_ref`) and `ggml-impl.h` (`ggml_e8m0_to_fp32_half`, `ggml_ue4m3_to_fp32`), in
-float32, never fused. The last two formats are read here and not written.
+`quantize_row_iq4_nl_ref`, `dequantize_row_q1_0`, `dequantize_row_tq2_0`) and `ggml-impl.h`
+(`ggml_e8m0_to_fp32_half`, `ggml_ue4m3_to_fp32`), in float32, never fused. MXFP4 and IQ4_NL are
+written, the others only read.
 
 Where C leaves the answer open, or depends on a library, and the answer here:
 
@@ -32,7 +34,15 @@ from typing import Final
 
 import numpy as np
 
-from qformats.blocks import SUPER, block_iq4_nl, block_iq4_xs, block_mxfp4, block_nvfp4
+from qformats.blocks import (
+    SUPER,
+    block_iq4_nl,
+    block_iq4_xs,
+    block_mxfp4,
+    block_nvfp4,
+    block_q1_0,
+    block_tq2_0,
+)
 from qformats.format import Blocks, Bytes, Floats, Nibbles, Packed, ReadOnly, Run, Sum
 
 # Doubled E2M1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), so that they are integers; under half the scale.
@@ -125,9 +135,7 @@ class IQ4_NL(_Codebook):
 
 @dataclass(frozen=True, slots=True)
 class _Grouped(ReadOnly):
-    """value = scale * codebook[code], with several scales in a block."""
-
-    bits = 4
+    """value = scale * codebook[code], in blocks of several groups."""
 
     def _decode(self, blocks: Blocks, x: Floats) -> None:
         grouped = x.reshape(len(x), -1, self.group)
@@ -144,6 +152,7 @@ class IQ4_XS(_Grouped):
     of IQ4_NL and s of 6 bits; 32 elements a group."""
 
     name = "iq4_xs"
+    bits = 4
     dtype = block_iq4_xs
     elements = SUPER
     packed = (Packed("qs", 4, 16),)
@@ -163,6 +172,7 @@ class NVFP4(_Grouped):
     scale of type UE4M3 (halved) for each 16 of the 64 elements."""
 
     name = "nvfp4"
+    bits = 4
     dtype = block_nvfp4
     elements = 64
     group = 16
@@ -177,6 +187,39 @@ class NVFP4(_Grouped):
         scale: Floats = np.where(exponent == 0, small, normal).astype(np.float32)
         scale[d == 0x7F] = 0
         return scale
+
+
+@dataclass(frozen=True, slots=True)
+class _OneScale(_Grouped):
+    """All groups of a block share its d."""
+
+    def _scale(self, blocks: Blocks) -> Floats:
+        return np.repeat(self._widened(blocks, "d")[:, None], self.elements // self.group, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Q1_0(_OneScale):
+    """18 bytes: f16 d; u8 qs[16].  value = d (2 q - 1),  q = 0, 1; 128 elements."""
+
+    name = "q1_0"
+    bits = 1
+    dtype = block_q1_0
+    elements = 128
+    packed = (Packed("qs", 1, 1),)
+    codebook = (-1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TQ2_0(_OneScale):
+    """66 bytes: u8 qs[64]; f16 d.  value = d (q - 1),  q = 0..2, and 3, which ggml does not write;
+    256 elements."""
+
+    name = "tq2_0"
+    bits = 2
+    dtype = block_tq2_0
+    elements = SUPER
+    packed = (Packed("qs", 2, 32),)
+    codebook = (-1, 0, 1, 2)
 
 
 def _nearest(levels: Floats, y: Floats) -> Bytes:

@@ -40,10 +40,9 @@ from qformats.blocks import (
     block_q8_0,
     block_q8_1,
 )
-from qformats.codebook import IQ4_NL, IQ4_XS, MXFP4, NVFP4
+from qformats.codebook import IQ4_NL, IQ4_XS, MXFP4, NVFP4, Q1_0, TQ2_0
 from qformats.format import HALF, Blocks, Floats, Format, Nibbles, Packed, Run, Sum
 from qformats.kquants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
-from qformats.ternary import Q1_0, TQ2_0
 
 # The float32 just below one half. trunc(|y| + this) is roundf(|y|), half away from zero, for every
 # |y| < 2^23; with 0.5 itself, y = 0.49999997 would round up to 1.

@@ -31,7 +31,8 @@ LARGEST |= {"q8_0": 127 * 65519.0, "q8_1": 65519.0 / 33}  # q8_1: s adds up 32 c
 LARGEST |= {"mxfp4": 3.4e38, "iq4_nl": 113 * 65519.0}
 
 LINEAR = (*WEIGHT_FORMATS, "q8_1")
-name_of_written = pytest.mark.parametrize("name", [*LINEAR, "mxfp4", "iq4_nl"])
+WRITTEN = [name for name, fmt in FORMATS.items() if fmt.written]
+name_of_written = pytest.mark.parametrize("name", WRITTEN)
 
 
 def normal(rng, n, name):
@@ -199,17 +200,14 @@ def test_shapes_and_runs_of_values(name):
         np.testing.assert_array_equal(fmt.quantize(x[index]), blocks[index])
 
 
-WRITTEN = (*WEIGHT_FORMATS, "q8_1", "mxfp4", "iq4_nl")
-
-
 def test_the_registry():
     assert tuple(FORMATS) == (*WEIGHT_FORMATS, "q8_1", *FILE_FORMATS)
+    assert [*LINEAR, "mxfp4", "iq4_nl"] == WRITTEN
     for name, fmt in FORMATS.items():
         assert (fmt.elements, fmt.block_bytes) == (
             GGML_QUANT_SIZES[kind(name)] if name != "q8_1" else (32, 36)  # gguf has an older one
         )
         assert fmt.name == name
-        assert fmt.written == (name in WRITTEN)
         assert sum(packed.bits for packed in fmt.packed) == fmt.bits
         assert format_of(fmt.dtype) == fmt == format_named(name)
         with pytest.raises((AttributeError, TypeError)):

@@ -22,7 +22,7 @@ from steps.compile.compiler import MachineCode, machine_code, signature_of
 from steps.contract import Family, Kernel, Launch, Size, Step, Work
 from steps.product.choice import Choice
 from steps.registry import find, kernel_of, ladder
-from tests.steps.works import ENGINEERED, WITH_LESSONS, in_turn, label_of, marks_of
+from tests.steps.works import ENGINEERED, STORED, WITH_LESSONS, in_turn, label_of, marks_of
 
 OLDER, NEWEST = {"sm_75": (7, 5), "sm_80": (8, 0)}, "sm_90a"
 EVERY = pytest.mark.every
@@ -299,7 +299,7 @@ def one_tile_a_block() -> Iterator[pytest.param]:
     """(step, tokens, format, call): with ALL=1 every tile in every format, for one of the calls in
     turn; in one format for all of them. `make test` takes of the latter one call in turn: every
     tile, every call."""
-    names, step = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k"), kernel_of(13)
+    names, step = STORED, kernel_of(13)
     calls: list[Call] = [*((output, output) for output in step.outputs), ("float16", "float32")]
     for (i, tokens), (j, name) in itertools.product(enumerate((16, 32, 64, 128)), enumerate(names)):
         in_all = j == (2 * i + 1) % len(names)

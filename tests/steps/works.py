@@ -1,6 +1,6 @@
 """The works that tests go through: every lesson and every engineered kernel, in its families and
 the formats that all have, with readable ids. The formats that only files hold are in
-test_files_in_kernels."""
+test_files_in_kernels, and one for each storage format in `STORED`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Final
 
 import pytest
 
-from qformats import WEIGHT_FORMATS
+from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.repack import KNOWN
+from qformats.storage import storage_format
 from steps.contract import Family, Kernel, Step
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.registry import find, kernel_of, kernels, ladder
@@ -23,6 +25,13 @@ def label_of(kernel: Kernel) -> str:
     """ "step14" of a lesson, "kernel14" of the engineered kernel that it teaches."""
     return f"{'step' if isinstance(kernel, Step) else 'kernel'}{kernel.number:02d}"
 
+
+_STORED_AS: Final = {name: storage_format(FORMATS[name]).name for name in KNOWN}
+STORED: Final = tuple(
+    next(name for name in KNOWN if _STORED_AS[name] == stored)
+    for stored in dict.fromkeys(_STORED_AS.values())
+)
+"""A format for each storage format: the first that is stored so."""
 
 # (lesson or kernel, family, format)
 WORKS = [

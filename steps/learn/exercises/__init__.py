@@ -8,12 +8,12 @@ exercise is made from the step as it is.
 
     text      makes and reads exercises            load       imports one
     trial     runs it on a problem                 check      does all of it in order
-    restrictions  what no kernel may have of Python
+    apart     a process of its own for a file      restrictions  what no kernel may have of Python
     diagnose  puts a failed trial into words, with what these find:
       faults    errors of the simulator            races      both sides of a race
       suspects  what known bugs compute            beside     loads beside those of the step
       rerun     the launch once more, told of each access to memory
-      wording   lists and ranges in sentences
+      indices   an index out of range              wording    lists and ranges in sentences
     advice    what a right kernel could do better
     progress  how far the exercises are
 """

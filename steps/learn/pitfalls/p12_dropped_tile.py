@@ -8,11 +8,13 @@ from __future__ import annotations
 from steps.learn.pitfalls.exhibit import Pitfall, product
 from steps.learn.pitfalls.right import kernel, q4_0
 
+dropping = product(kernel(q4_0), floor=True)  # <- the kernel is right, the grid is not
+
 PITFALL = Pitfall(
     number=12,
     title="last partial tile dropped",
     story=__doc__,
-    wrong=product(kernel(q4_0), floor=True),  # <- the kernel is right, the grid is not
+    wrong=dropping,
     golden=float("nan"),  # 1 x 1 is all partial tile
     caught_by=("golden value", "nan", "exact", "bound", "nmse"),
 )
