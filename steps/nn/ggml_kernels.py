@@ -54,8 +54,8 @@ def _product(weight: Tensor, x: Tensor, format: str) -> Tensor:
 
 @_product.register_kernel("cuda")
 def _product_on_gpu(weight: Tensor, x: Tensor, format: str) -> Tensor:
-    layer = _packed_of(weight, format)
-    return layer(x)
+    weights, _ = _packed_of(weight, format)
+    return operator.multiply(x, None, weights)
 
 
 @_product.register_fake
@@ -64,12 +64,15 @@ def _shape_of_product(weight: Tensor, x: Tensor, format: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-_packed: dict[tuple[Any, ...], tuple[Any, int, QuantLinear]] = {}
-"""Packed weights by where their blocks lie; with a weak reference to that memory, so that they go
-with it, and the version of the blocks."""
+_Packed = tuple[operator.Weights, dict[str, Any]]
+"""Packed weights as products take them, and their arrays by packing."""
+
+_packed: dict[tuple[Any, ...], tuple[Any, int, _Packed]] = {}
+"""Those of blocks by where these lie; with a weak reference to that memory, so that they go with
+it, and the version of the blocks."""
 
 
-def _packed_of(weight: Tensor, format: str) -> QuantLinear:
+def _packed_of(weight: Tensor, format: str) -> _Packed:
     """The packed weights of blocks on a GPU, made at the first call and after a change."""
     memory = StorageWeakRef(weight.untyped_storage())
     key = memory.cdata, weight.storage_offset(), weight.shape, format
@@ -77,7 +80,10 @@ def _packed_of(weight: Tensor, format: str) -> QuantLinear:
     if (found := _packed.get(key)) is None or found[1] != version:
         for other in [one for one, (of, _, _) in _packed.items() if of.expired()]:
             del _packed[other]
-        found = _packed[key] = memory, version, QuantLinear.from_bytes(weight, format)
+        layer = QuantLinear.from_bytes(weight, format)
+        weights = layer._on_gpu()
+        assert weights is not None
+        found = _packed[key] = memory, version, (weights, dict(layer.packed))
     return found[2]
 
 

@@ -1,0 +1,188 @@
+"""Rows of weights as operators of torch, embeddings, experts, and the kernels of transformers'
+interface: on the CPU, and as on a GPU, with kernels in the simulator."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
+from qformats import dequantize as by_codec
+from qformats.gguf_file import GGML_TYPES
+from reference.drawn import random_blocks
+from reference.problem import Problem
+from steps.nn import ggml_kernels, rows
+from steps.nn.linear import QuantLinear
+from steps.nn.rows import QuantEmbedding, dequantize, get_rows, mul_mat_id
+from steps.product import rows as product_rows
+
+NAMES = (*WEIGHT_FORMATS, *FILE_FORMATS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+N, IDS = 6, torch.tensor([[5, 0, 6], [-1, 3, 3]])
+KNOWN = (IDS >= 0) & (IDS < N)
+
+
+def blocks_of(name: str, n: int = N, blocks: int = 2) -> tuple[Any, Any]:
+    """(bytes of a format, float32 values)"""
+    k = blocks * FORMATS[name].elements
+    if FORMATS[name].written:
+        made = Problem(1, n, k, name).blocks
+    else:
+        made = random_blocks(np.random.default_rng(0), n, k, name)
+    return torch.from_numpy(made.view(np.uint8).copy()), torch.from_numpy(by_codec(made))
+
+
+@pytest.fixture
+def gpu(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One on which a layer is packed wherever it is moved."""
+
+    def moved(layer: Any, device: Any) -> Any:
+        layer._move(torch.device("cuda"))
+        return layer
+
+    monkeypatch.setattr(QuantLinear, "to", moved)
+    product_rows._prepared.clear()
+    ggml_kernels._packed.clear()
+    yield host
+    product_rows._prepared.clear()
+    ggml_kernels._packed.clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_on_the_cpu_and_on_a_gpu(gpu: Any, name: str) -> None:
+    """Those of the codec, rounded once as torch does."""
+    held, values = blocks_of(name)
+    for dtype in DTYPES:
+        for of in (dequantize, rows._dequantize_on_gpu):
+            assert torch.equal(of(held, name, dtype), values.to(dtype))
+        for of in (get_rows, rows._get_rows_on_gpu):
+            found = of(held, IDS, name, dtype)
+            assert torch.equal(found[KNOWN], values[IDS[KNOWN]].to(dtype))
+            assert found[~KNOWN].isnan().all()
+    assert [one for one, _, _ in gpu.launched] == ["dequantize_rows"] * 6
+
+
+def test_any_place_and_kind_of_ids(gpu: Any) -> None:
+    """Bytes at an odd address and every second row are copied; int32 ids are read as they are."""
+    held, values = blocks_of("q6_k")
+    odd = torch.empty(held.numel() + 1, dtype=torch.uint8)[1:].view(held.shape).copy_(held)
+    for given, wanted in ((odd, values), (held[::2], values[::2])):
+        for of in (dequantize, rows._dequantize_on_gpu):
+            assert torch.equal(of(given, "q6_k", torch.float32), wanted)
+    for of in (get_rows, rows._get_rows_on_gpu):
+        ids = torch.tensor([4, 1], dtype=torch.int32)
+        assert torch.equal(of(held, ids, "q6_k", torch.float32), values[[4, 1]])
+        assert of(held, IDS[:0], "q6_k", torch.float32).shape == (0, 3, 512)
+        assert of(held, IDS.T, "q6_k", torch.float32).shape == (3, 2, 512)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    held, _ = blocks_of("q4_0")
+    with pytest.raises(ValueError, match="format is 'q9': it must be one of q4_0, "):
+        dequantize(held, "q9", torch.float32)
+    with pytest.raises(
+        TypeError, match=r"dtype must be float32, float16 or bfloat16, got torch\.int8"
+    ):
+        dequantize(held, "q4_0", torch.int8)
+    with pytest.raises(ValueError, match="rows of 36 bytes, and a block of q6_k has 210"):
+        dequantize(held, "q6_k", torch.float32)
+    with pytest.raises(
+        TypeError, match=r"blocks must be uint8 \[N, bytes of a row\], got torch.int8"
+    ):
+        dequantize(held.view(torch.int8), "q4_0", torch.float32)
+    with pytest.raises(TypeError, match=r"ids must be int32 or int64 on cpu, got torch\.float32"):
+        get_rows(held, IDS.float(), "q4_0", torch.float32)
+    with pytest.raises(
+        ValueError, match=r"x must have shape \[T, 64\] and ids \[T, S\], got \[2, 32"
+    ):
+        mul_mat_id(held[None], torch.zeros(2, 32), IDS, "q4_0")
+    with pytest.raises(
+        ValueError, match=r"q5_1 needs uint8 \[N, bytes of a row\], a multiple of 24"
+    ):
+        QuantLinear.from_bytes(held, "q5_1")
+
+
+def test_an_embedding() -> None:
+    held, values = blocks_of("q5_0")
+    layer = QuantEmbedding(held, "q5_0", torch.float32, torch.tensor(3.3))
+    ids = IDS[KNOWN]
+    assert torch.equal(layer(ids), values[ids] * 3.3)
+    half = layer.to(torch.bfloat16)(ids)
+    assert torch.equal(half, values[ids].bfloat16() * torch.tensor(3.3).bfloat16())
+    other = QuantEmbedding(torch.zeros_like(held), "q5_0", torch.bfloat16, torch.tensor(3.3))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(ids), half)
+    wrong = QuantEmbedding(blocks_of("q5_1")[0], "q5_1", torch.float32)
+    with pytest.raises(
+        ValueError, match="the state holds q5_0, version 1, and the layer takes q5_1"
+    ):
+        wrong.set_extra_state(layer.get_extra_state())
+    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(whole(ids), half)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_by_experts(dtype: Any) -> None:
+    """A number that is none of theirs gives zeros."""
+    held, values = blocks_of("q4_1", 15)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y = mul_mat_id(held.view(3, 5, -1), x, IDS % 5 - 1, "q4_1")
+    assert (y.shape, y.dtype) == ((2, 3, 5), dtype)
+    for t, s in np.ndindex(2, 3):
+        expert = int((IDS % 5 - 1)[t, s])
+        inside = 0 <= expert < 3
+        wanted = values.view(3, 5, 64)[expert] @ x[t].float() if inside else torch.zeros(5)
+        torch.testing.assert_close(y[t, s].float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_the_kernels_that_transformers_asks_for(gpu: Any) -> None:
+    held, values = blocks_of("q8_0", 40, 4)
+    kind = next(one for one, name in GGML_TYPES.items() if name == "q8_0")
+    assert kind in ggml_kernels.GEMV_TYPES
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    wanted = x @ values.T
+    torch.testing.assert_close(ggml_kernels.mul_mat_vec(held, x, kind, 40), wanted)
+    whole = ggml_kernels.dequantize(held.view(-1), kind, 40, 128, torch.float16)
+    assert torch.equal(whole, values.half())
+    some = ggml_kernels.get_rows(held, IDS[KNOWN], kind, 128, torch.float32)
+    assert torch.equal(some, values[IDS[KNOWN]])
+    with pytest.raises(ValueError, match=r"ggml type 16 is none .*: these are q4_0 \(2\), "):
+        ggml_kernels.mul_mat_vec(held, x, 16, 40)
+
+
+def test_packed_weights_go_with_their_blocks(gpu: Any) -> None:
+    """And are made anew when these change; memory that was freed may come again."""
+    held, values = blocks_of("q4_0", 40)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).half()
+
+    def product() -> None:
+        y = ggml_kernels._product_on_gpu(held, x, "q4_0")
+        assert y.dtype == torch.float16
+        torch.testing.assert_close(y.float(), x.float() @ values.T, rtol=1e-2, atol=1e-2)
+
+    product()
+    first = ggml_kernels._packed_of(held, "q4_0")
+    assert ggml_kernels._packed_of(held.detach(), "q4_0") is first
+    held.copy_(held.flip(0))
+    values = values.flip(0)
+    product()
+    assert ggml_kernels._packed_of(held, "q4_0") is not first
+    assert len(ggml_kernels._packed) == 1
+    del held, first
+    gc.collect()
+    held, values = blocks_of("q4_0", 39)
+    product()
+    assert len(ggml_kernels._packed) == 1, "those of memory that is gone went with it"
+
+
+def test_a_layer_of_bytes() -> None:
+    """Those on the CPU are not copied."""
+    held, values = blocks_of("q4_k")
+    layer = QuantLinear.from_bytes(held, "q4_k", torch.ones(N))
+    assert layer.blocks.data_ptr() == held.data_ptr()
+    x = torch.ones(1, 512)
+    torch.testing.assert_close(layer(x), x @ values.T + 1)
