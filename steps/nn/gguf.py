@@ -358,6 +358,8 @@ class _Replacing:
         for name, module in self.model.named_modules(remove_duplicate=False):
             if self._is_experts(module):
                 found.setdefault(id(module), _Weight()).names.append((name, EXPERTS[0]))
+            elif isinstance(module, QuantLinear):  # has blocks already
+                continue
             elif isinstance(module, nn.Linear | nn.Embedding) or self._is_packed(module):
                 one = found.setdefault(id(module.weight), _Weight())
                 one.names.append((name, "weight"))

@@ -23,7 +23,8 @@ ALIASES: Final = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defin
 def refuse(what: str) -> Any:
     raise RuntimeError(
         f"{what}: the weight of a QuantLinear is read-only, as its layer holds quantized blocks; "
-        "change layer.dequantize() and make a layer of it by QuantLinear.from_float"
+        "make a layer of other weights by QuantLinear.from_float, and merge adapters by "
+        "steps.nn.adapters.merge_adapters"
     )
 
 

@@ -1,0 +1,52 @@
+"""Adapters over quantized layers: PEFT trains LoRA over a `QuantLinear` as over any Linear.
+
+    model = get_peft_model(quantized, LoraConfig(target_modules="all-linear"))
+    merged = merge_adapters(model, into="q8_0")     # or "float"
+
+PEFT's own `merge_and_unload` writes to the weights, which raises: blocks cannot be written to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steps.nn.linear import QuantLinear, _written_format, nn, torch
+
+
+def merge_adapters(model: Any, into: str = "float") -> Any:
+    """Merge the active adapters of a PeftModel into its weights; returns the model without PEFT.
+
+    into : what layers that were quantized become: "float", torch's Linears in the layer's dtype, or
+           a format that floats can be quantized to. That rounds the sum of weights and adapter, so
+           y changes by the format's error.
+
+    Each layer is made float, merged by PEFT itself and quantized again before the next one. Raises
+    ValueError for another format, and where there is no adapter.
+    """
+    if into != "float":
+        _written_format(into)
+    adapted = [
+        one for one in model.modules() if hasattr(one, "base_layer") and hasattr(one, "merge")
+    ]
+    if not adapted or not hasattr(model, "merge_and_unload"):
+        raise ValueError(f"{type(model).__name__} has no adapters of PEFT to merge")
+    for one in adapted:
+        base = one.get_base_layer()
+        quantized = isinstance(base, QuantLinear)
+        if quantized:
+            one.base_layer = _float(base)
+        if not one.merged:
+            one.merge(safe_merge=True)
+        if quantized and into != "float":
+            options = {"accuracy": base.accuracy, "invariant": base.invariant}
+            one.base_layer = QuantLinear.from_float(one.base_layer, into, **options)
+    return model.unload()  # of adapters that are merged
+
+
+def _float(layer: QuantLinear) -> Any:
+    """torch's Linear of the dequantized weights."""
+    with torch.device("meta"):
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.dtype)
+    linear.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    linear.bias = layer.bias
+    return linear.train(layer.training)
