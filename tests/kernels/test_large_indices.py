@@ -260,37 +260,63 @@ def test_the_largest_logit_of_many_tokens() -> None:
     assert found[-1] == 20001
 
 
-BATCH, KEYS, SIZE, LENGTH = 3, 4, 64, 1 << 27  # of a cache: 3 * 8 * 2^27 rows, 2^38 elements
-
-
-def test_a_prompt_in_a_large_cache() -> None:
-    rng, tokens, p = np.random.default_rng(0), 2, LENGTH - 2
-    qkv = _normal(rng, BATCH * tokens, 3 * KEYS * SIZE).astype(np.float16)
-    cos, sin = (_normal(rng, tokens, SIZE) for _ in range(2))
-    want, small = (np.zeros((BATCH * tokens, KEYS * SIZE), np.float16) for _ in range(2))
-    caches = np.zeros((BATCH, 2 * KEYS, tokens, SIZE), np.float16)
-    cache = mapped((BATCH, 2 * KEYS, LENGTH, SIZE), np.float16)
+@pytest.mark.parametrize(
+    ("batch", "keys", "size", "length", "tokens"),
+    [(3, 4, 64, 1 << 27, 2), (3, 1, 16, 1 << 30, 1 << 30)],
+    ids=["cache", "prompt"],
+)
+def test_a_prompt_of_many_tokens_and_its_cache(
+    batch: int, keys: int, size: int, length: int, tokens: int
+) -> None:
+    """3 * 8 * 2^27 rows of a cache; 3 * 2^30 tokens."""
+    rng = np.random.default_rng(0)
+    qkv = _normal(rng, 1, 3 * keys * size).astype(np.float16)
+    cos, sin = (_normal(rng, 1, size) for _ in range(2))
+    caches, want = np.zeros((1, 2 * keys, 1, size), np.float16), np.zeros_like(qkv[:, ::3])
     Simulator().run(rotary.launch(qkv, caches, np.zeros(1, np.int64), cos, sin, want))
-    large = [at_last(one, LENGTH, SIZE) for one in (cos, sin)]
-    LastBlocks().last(rotary.launch(qkv, cache, np.array([p]), *large, small))
-    assert want[-1].any()
-    np.testing.assert_array_equal(small[-1], want[-1])
+    cache = mapped((batch, 2 * keys, length, size), np.float16)
+    queries = mapped((batch * tokens, keys * size), np.float16)
+    large = at_last(qkv, batch * tokens, qkv.size)
+    tables = [at_last(one, length, size) for one in (cos, sin)]
+    LastBlocks().last(rotary.launch(large, cache, np.array([length - tokens]), *tables, queries))
+    assert want.any()
+    np.testing.assert_array_equal(queries[-1:], want)
     np.testing.assert_array_equal(cache[-1, :, -1], caches[-1, :, -1])
 
 
-def test_attention_to_a_large_cache() -> None:
-    rng, p, machine = np.random.default_rng(0), 5, LastBlocks()
-    qkv = _normal(rng, BATCH, 3 * KEYS * SIZE).astype(np.float16)
+SIZE = 64
+
+
+def test_attention_of_many_sequences() -> None:
+    """The last head of the last of 65535 sequences, the most that CUDA launches. Their cache has
+    2.7 * 10^9 rows, and their queries more than 2^31 values."""
+    batch, keys, length, p = 65535, 513, 40, 5
+    rng, machine = np.random.default_rng(0), LastBlocks()
+    qkv = _normal(rng, 3, SIZE).astype(np.float16)
     cos, sin = (_normal(rng, p + 1, SIZE) for _ in range(2))
-    caches = np.zeros((BATCH, 2 * KEYS, p + 1, SIZE), np.float16)
-    caches[:, :, :p] = _normal(rng, BATCH * 2 * KEYS * p, SIZE).reshape(BATCH, 2 * KEYS, p, SIZE)
-    cache = mapped((BATCH, 2 * KEYS, LENGTH, SIZE), np.float16)
-    cache[:, :, : p + 1] = caches
-    want, out = (np.zeros((BATCH, KEYS * SIZE), np.float32) for _ in range(2))
-    position = np.array([p])
-    Simulator().run(attention.launch(qkv, caches, position, cos, sin, want, Simulator()))
-    launch = attention.launch(qkv, cache, position, cos, sin, out, machine)
-    machine.one(launch, (0, KEYS - 1, BATCH - 1))
-    assert want[-1, -SIZE:].any()
-    np.testing.assert_array_equal(out[-1, -SIZE:], want[-1, -SIZE:])
-    np.testing.assert_array_equal(cache[-1, KEYS - 1 :: KEYS, p], caches[-1, KEYS - 1 :: KEYS, p])
+    caches, want = np.zeros((1, 2, p + 1, SIZE), np.float16), np.zeros((1, SIZE), np.float32)
+    caches[:, :, :p] = _normal(rng, 2 * p, SIZE).reshape(1, 2, p, SIZE)
+    cache = mapped((batch, 2 * keys, length, SIZE), np.float16)
+    cache[-1, keys - 1 :: keys, : p + 1] = caches
+    large = mapped((batch, 3 * keys * SIZE), np.float16)
+    large[-1].reshape(3, keys, SIZE)[:, -1] = qkv
+    out, position = mapped((batch, keys * SIZE), np.float32), np.array([p])
+    small = attention.launch(qkv.reshape(1, -1), caches, position, cos, sin, want, Simulator())
+    Simulator().run(small)
+    launch = attention.launch(large, cache, position, cos, sin, out, machine)
+    machine.one(launch, (0, keys - 1, batch - 1))
+    assert want.any()
+    np.testing.assert_array_equal(out[-1, -SIZE:], want[0])
+    np.testing.assert_array_equal(cache[-1, keys - 1 :: keys, p], caches[-1, :, p])
+
+
+def test_attention_counts_the_values_of_a_head_in_32_bits() -> None:
+    """Offsets from a head's first key to the key of a position."""
+    length = LARGE // SIZE
+    cache, tables = (
+        mapped((1, 2, length, SIZE), np.float16),
+        [mapped((length, SIZE), np.float32)] * 2,
+    )
+    qkv, out = np.zeros((1, 3 * SIZE), np.float16), np.zeros((1, SIZE), np.float32)
+    with pytest.raises(ValueError, match=r"33554432 positions of 64 values .* 33554431 at most"):
+        attention.launch(qkv, cache, np.zeros(1, np.int64), *tables, out, LastBlocks())

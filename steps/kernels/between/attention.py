@@ -377,7 +377,7 @@ def launch(
     """The attention of one token of each sequence, see the kernel; scratch memory is of `machine`.
     head_norms: weights [D] of the norms of queries and of keys, and epsilon.
 
-    ValueError for heads that `supports` says no to.
+    ValueError for heads that `supports` says no to, and for a cache of too many positions.
     """
     batch, twice, length, size = cache.shape
     kv, heads = twice // 2, out.shape[1] // size
@@ -385,6 +385,11 @@ def launch(
         raise ValueError(
             f"attention takes heads of {', '.join(map(str, SIZES))} values, and up to "
             f"{MOST_QUERIES} of queries to one of keys, not {heads} to {kv} of {size} values"
+        )
+    if length * size >= 2**31:  # offsets in a head's keys are int32
+        raise ValueError(
+            f"the cache has {length} positions of {size} values a head, and attention takes "
+            f"{(2**31 - 1) // size} at most"
         )
     queries, splits = heads // kv, split_count(batch, kv, length)
     scratch = (
