@@ -221,9 +221,20 @@ class QuantExperts(nn.Module):
         weighted = y.reshape(*top_k_index.shape, y.shape[-1]) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
+    def get_extra_state(self) -> Tensor:
+        """The formats and version of the blocks, see `QuantLinear.get_extra_state`."""
+        return torch.tensor(list(said(self._formats()).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises ValueError for blocks of other formats or of another version."""
+        if (why := refused(state, self._formats())) is not None:
+            raise ValueError(why)
+
+    def _formats(self) -> str:
+        return ", ".join(f"{name} {one}" for name, one in self.formats.items())
+
     def _product(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
         return mul_mat_id(getattr(self, f"{name}_blocks"), x, ids, self.formats[name])
 
     def extra_repr(self) -> str:
-        formats = ", ".join(f"{name}={one}" for name, one in self.formats.items())
-        return f"{self.num_experts}, {formats}"
+        return f"{self.num_experts}, {self._formats()}"

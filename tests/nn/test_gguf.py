@@ -236,3 +236,28 @@ def test_real_models(tmp_path: Path, which: str) -> None:
     same(before, after)
     p, q = (one[0].double().log_softmax(-1) for one in (before, after))
     assert (p.exp() * (p - q)).sum(-1).abs().max() < 1e-9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["llama", "qwen3moe", "lfm2", "smollm2", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_on_a_gpu(cuda: Any, tmp_path: Path, which: str, dtype: Any) -> None:
+    """Against transformers' float32 weights: logits, KL divergence; a module's floats are gone."""
+    writers: dict[str, Any] = {
+        "llama": write_tiny, "qwen3moe": write_qwen3moe, "lfm2": write_lfm2,
+        "gemma": lambda path: installed_gemma(tmp_path), "smollm2": lambda path: smollm2(),
+    }  # fmt: skip
+    path = writers[which](tmp_path / "tiny.gguf")
+    ids = IDS.to(cuda)
+    with torch.no_grad():
+        wanted = loaded(path).to(cuda)(ids).logits
+        model = loaded(path, dtype=dtype).to(cuda)
+        floats = torch.cuda.memory_allocated()
+        done = use_gguf(model, path)
+        assert done.kept == ()
+        freed = floats - torch.cuda.memory_allocated()
+        assert freed > 0.5 * sum(one.before - one.after for one in done.taken)
+        logits = model(ids).logits.float()
+    p, q = (one[0].double().log_softmax(-1) for one in (wanted, logits))
+    assert (p.exp() * (p - q)).sum(-1).mean() < 1e-3
+    assert (logits - wanted).abs().max() < 0.02 * wanted.abs().max()

@@ -17,7 +17,7 @@ from reference.drawn import random_blocks
 from reference.problem import Problem
 from steps.nn import ggml_kernels, rows
 from steps.nn.linear import QuantLinear
-from steps.nn.rows import QuantEmbedding, dequantize, get_rows, mul_mat_id
+from steps.nn.rows import QuantEmbedding, QuantExperts, dequantize, get_rows, mul_mat_id
 from steps.product import rows as product_rows
 
 NAMES = (*WEIGHT_FORMATS, *FILE_FORMATS)
@@ -139,6 +139,17 @@ def test_products_by_experts(dtype: Any) -> None:
         torch.testing.assert_close(y[t, s].float(), wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_experts_say_their_formats() -> None:
+    parts = [(blocks_of(name, 8, 1)[0].view(2, 4, -1), name) for name in ("q4_0", "q4_1", "q8_0")]
+    layer = QuantExperts(*parts, torch.nn.functional.silu)
+    layer.load_state_dict(layer.state_dict())
+    parts[0] = parts[0][0], "iq4_nl"
+    with pytest.raises(
+        ValueError, match=r"the state holds gate q4_0, .*the layer takes gate iq4_nl"
+    ):
+        QuantExperts(*parts, torch.nn.functional.silu).load_state_dict(layer.state_dict())
+
+
 def test_the_kernels_that_transformers_asks_for(gpu: Any) -> None:
     held, values = blocks_of("q8_0", 40, 4)
     kind = next(one for one, name in GGML_TYPES.items() if name == "q8_0")
@@ -186,3 +197,34 @@ def test_a_layer_of_bytes() -> None:
     assert layer.blocks.data_ptr() == held.data_ptr()
     x = torch.ones(1, 512)
     torch.testing.assert_close(layer(x), x @ values.T + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(cuda: Any, name: str) -> None:
+    """The same bits as on the CPU, captured into a graph, too; a product by experts."""
+    held, values = blocks_of(name)
+    there, ids = held.to(cuda), IDS.to(cuda)
+    for dtype in DTYPES:
+        assert torch.equal(dequantize(there, name, dtype).cpu(), values.to(dtype))
+        found = get_rows(there, ids, name, dtype).cpu()
+        assert torch.equal(found[KNOWN], values[IDS[KNOWN]].to(dtype))
+        assert found[~KNOWN].isnan().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows_of_graph = get_rows(there, ids, name, torch.float32)
+    ids.copy_(IDS.flip(1))
+    graph.replay()
+    flipped = IDS.flip(1)
+    inside = (flipped >= 0) & (flipped < N)
+    assert torch.equal(rows_of_graph.cpu()[inside], values[flipped[inside]])
+    kind = next((one for one, of in GGML_TYPES.items() if of == name), None)
+    x = torch.randn(3, values.shape[1], generator=torch.Generator().manual_seed(1))
+    wanted = x @ values.T
+    most = float(x.norm(dim=1).max() * values.norm(dim=1).max())
+    if kind is not None:
+        y = ggml_kernels.mul_mat_vec(there, x.to(cuda), kind, N).cpu()
+        assert (y - wanted).abs().max() < 0.01 * most
+    chosen = torch.tensor([[0], [1], [5]], device=cuda)
+    y = mul_mat_id(there.view(N, 1, -1), x.to(cuda), chosen, name).cpu()[:, 0, 0]
+    assert (y - wanted[[0, 1, 2], [0, 1, 5]]).abs().max() < 0.01 * most
