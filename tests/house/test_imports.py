@@ -170,7 +170,7 @@ def test_a_short_file_has_several_users() -> None:
     alone = {
         name: used
         for name, used in users.items()
-        if len(used) < 2
+        if len(used) == 1
         and MODULES[name].name not in ("__init__.py", "__main__.py")
         and not FOUND_BY_NAME.match(name)
         and lines_of_code(MODULES[name]) < SHORT

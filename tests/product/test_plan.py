@@ -197,6 +197,14 @@ def test_an_output_of_float16_has_half_the_bytes(gpu: FakeGpu, torch) -> None:
             plan(a, out)
 
 
+def test_an_output_may_begin_where_a_ends_and_end_where_a_begins(gpu: FakeGpu, torch) -> None:
+    plan = planned(gpu)
+    for a, out in ((SOMEWHERE, SOMEWHERE + 4 * M * K), (SOMEWHERE + 4 * M * N, SOMEWHERE)):
+        gpu.launched.clear()
+        plan(on(a, (M, K)), on(out, (M, N)))
+        assert {a, out} <= gpu.values()
+
+
 def test_nothing_is_allocated_by_a_call(gpu: FakeGpu) -> None:
     plan = planned(gpu)
     free = next(gpu.addresses)
@@ -325,6 +333,13 @@ def test_what_does_not_fit_is_refused_and_nothing_launched(
     assert gpu.launched == []
 
 
+def test_numbas_arrays_are_contiguous(gpu: FakeGpu) -> None:
+    columns = device_array((M, K), np.float32, SOMEWHERE, strides=(4, 4 * M))
+    with pytest.raises(ValueError, match="a must be C-contiguous"):
+        planned(gpu)(columns, device_array((M, N), np.float32, 2 * SOMEWHERE))
+    assert gpu.launched == []
+
+
 def test_an_output_that_is_read_only_is_refused(gpu: FakeGpu) -> None:
     facts = device_array((M, N), np.float32, SOMEWHERE).__cuda_array_interface__
     locked = SimpleNamespace(__cuda_array_interface__={**facts, "data": (SOMEWHERE, True)})
@@ -349,6 +364,9 @@ def test_the_simulator_refuses_the_same(a: np.ndarray, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         plan(a, out)
     assert (out == -7).all()
+    own = np.full((M, K), -7, np.float32)
+    with pytest.raises(ValueError, match="out overlaps a, which the product reads"):
+        plan(own, own.reshape(-1)[: M * N].reshape(M, N))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
