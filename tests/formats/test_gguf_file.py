@@ -174,6 +174,13 @@ def test_the_metadata_are_stepped_over(tmp_path):
 
 def test_a_file_without_tensors(tmp_path):
     assert tensors(write(tmp_path / "vocabulary.gguf", {})) == {}
+    path, texts = tmp_path / "cut.gguf", struct.pack("<IQ", 8, 2) + text("one") + text("two")
+    whole = file_of(keys=[key("a", ARRAY, texts)]).partition(b"two")[0] + b"two"
+    path.write_bytes(whole)
+    assert metadata(path) == {"a": ["one", "two"]}
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert refusal(path), f"cut after {length} bytes it is still read"
 
 
 # --- what is refused ---
@@ -397,12 +404,17 @@ def test_the_file_written_by_hand_is_sound(tmp_path):
         key("c", ARRAY, struct.pack("<IQ3H", 2, 3, 1, 2, 3)),
     ]
     path = tmp_path / "model.gguf"
-    infos = [info(), info("v", (2, 3), 0, 64), info("none", (32, 0), 2, 96), info("one", (), 0, 96)]
+    infos = [
+        info(),
+        info("v", (2, 3, 1, 1), 0, 64),
+        info("none", (32, 0), 2, 96),
+        info("one", (), 0, 96),
+    ]
     path.write_bytes(file_of(keys=keys, infos=infos, data=bytes(range(100))))
     found = tensors(path)
     assert {name: (one.type, one.shape) for name, one in found.items()} == {
         "w": ("q4_0", (2, 32)),
-        "v": ("f32", (3, 2)),
+        "v": ("f32", (1, 1, 3, 2)),
         "none": ("q4_0", (0, 32)),
         "one": ("f32", ()),
     }
@@ -505,6 +517,10 @@ def test_parts_are_read_as_one(tmp_path):
 
 def test_one_part_is_a_file(tmp_path):
     assert list(tensors(split(tmp_path, [[info()]]))) == ["w"]
+
+
+def test_parts_need_not_say_how_many_tensors_all_have(tmp_path):
+    assert list(tensors(split(tmp_path, [[info("w")], [info("v")]], total=0))) == ["w", "v"]
 
 
 def test_parts_together_have_a_limit(tmp_path, monkeypatch):
