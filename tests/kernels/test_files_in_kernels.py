@@ -30,12 +30,10 @@ from steps.checks.cases import SUPER_CHECK_SHAPES, cases
 from steps.checks.select import UsageError
 from steps.checks.verify import multiply, operands, prepare, verify
 from steps.cli.arguments import formats_of
-from steps.compile.compiler import machine_code, signature_of
-from steps.contract import Work
 from steps.driver.machines import Simulator
 from steps.kernels.parts.weights.storage_formats import tile_format
 from steps.product import tuning_table as tuning
-from steps.product.choice import Choice, Request, choose
+from steps.product.choice import Request, choose
 from steps.registry import find, kernel_of
 from steps.simulator.launch import simulate
 from tests.kernels.packed_tiles import codes_in_registers, weights_in_registers
@@ -255,22 +253,6 @@ def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
     assert many.kernel.number == 14
     tuned = {entry.format for table in tuning.known() for entry in table.entries}
     assert (f"stored most like {name}" in many.why) == (name not in tuned)
-
-
-@pytest.mark.parametrize(
-    ("number", "name", "shape"),
-    [
-        (17, "q6_k", (1, 4096, 14336)),
-        pytest.param(18, "q6_k", (1, 4096, 14336), marks=pytest.mark.slow),
-        pytest.param(11, "mxfp4", (512, 4096, 4096), marks=pytest.mark.slow),
-        pytest.param(14, "q2_k", (512, 4096, 4096), marks=pytest.mark.slow),
-    ],
-)
-def test_machine_code_has_no_spills(number: int, name: str, shape: tuple[int, int, int]) -> None:
-    step = kernel_of(number)
-    *_, own = Choice.of_work(Work(step, step.families[-1], name), shape).launches()
-    code = machine_code(own.kernel, signature_of(own.args), "sm_90a")
-    assert code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
 
 
 # --- what cannot be ---

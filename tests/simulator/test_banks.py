@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import numpy as np
@@ -29,7 +28,7 @@ from steps.registry import find, kernel_of
 from steps.simulator.banks import BankCounter, wavefronts
 from steps.simulator.launch import SimulatorError, simulate
 from tests.kernels.passes import RemembersPasses
-from tests.steps.works import ENGINEERED, by_turn, in_turn, input_of, label_of
+from tests.steps.works import ENGINEERED, by_turn, input_of, label_of
 
 LANES = range(32)
 
@@ -227,7 +226,8 @@ def test_what_cannot_be_counted_is_refused() -> None:
         simulate(filled, 1, 1, (out,), banks=BankCounter())
 
 
-# --- what steps 7 to 11 say of themselves ---------------------------------------------------------
+# --- what steps 7 to 15 say of themselves ---------------------------------------------------------
+# Of the kernels of decode: tests.kernels.test_decode.
 TENSOR_CORES = range(7, 16)
 IN_EVERY_FORMAT = [
     pytest.param(kernel, kernel.families[-1], name, id=f"{label_of(kernel)}-{name}")
@@ -303,30 +303,6 @@ def test_no_tile_of_kernels_14_and_15_has_any(
     monkeypatch.setattr(module, "tiling", lambda *_: (tile, 1, 2, 1))
     counter = _counted(kernel_of(number), Problem(20, 64, 256, name), output)
     assert counter.wavefronts > 300
-    assert counter.conflicts == 0, counter.report()
-
-
-def decoding() -> list[pytest.param]:
-    """(step, format, family, tokens): one format with each number of tokens, the others with one in
-    turn; `make test` runs the one format, with QUICK=1 one number of tokens."""
-    found = []
-    for number, (i, family), (j, name) in itertools.product(
-        (17, 18), enumerate(("A8", "A16")), enumerate(WEIGHT_FORMATS)
-    ):
-        in_all = name == in_turn(number)
-        for k, tokens in enumerate((1, 3, 8, 16)):
-            if in_all or k == (number + i + j) % 4:
-                slow = () if tokens == 3 else pytest.mark.slow
-                marks = slow if in_all else pytest.mark.every
-                found.append(pytest.param(number, name, family, tokens, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("number", "name", "family", "tokens"), decoding())
-def test_decoding_has_no_conflicts(number: int, name: str, family: Family, tokens: int) -> None:
-    """Where it quantizes, too, and where sums are stored and added up."""
-    counter = _counted(kernel_of(number), Problem(tokens, 128, 512, name), family=family)
-    assert counter.wavefronts > 1000
     assert counter.conflicts == 0, counter.report()
 
 

@@ -32,19 +32,22 @@ SMALL: tuple[Size, ...] = ((40, 64, 64), (2, 64, 64))
 
 # From step 8 on a launch chooses by shape. These shapes take what the tables quote and what neither
 # small shapes nor `test_every_tile_of_wgmma` take: of kernels 14 and 15 reduction slices, and no
-# stagger. A number is that of an engineered kernel, or of a lesson without one.
+# stagger. A number is that of an engineered kernel, or of a lesson without one; those of decode are
+# in tests.kernels.test_decode.
 LARGE: dict[int, list[Size]] = {
     8: [(512, 4096, 4096)],
     9: [(512, 4096, 4096)],
     10: [(512, 4096, 4096), (128, 4096, 4096), (128, 4096, 14336)],
-    17: [(1, 4096, 14336), (16, 4096, 14336)],
     11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
     12: [(512, 4096, 4096)],
     13: [(512, 4096, 4096)],
     14: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
     15: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
-    18: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
 }
+
+COMPILED_BY_OTHERS = (13, 14, 15, 17, 18)
+"""Engineered kernels of which `make test` compiles no small size here: tests of every tile below,
+and tests.kernels.test_decode, have the same."""
 
 
 def large_of(kernel: Kernel) -> list[Size]:
@@ -70,25 +73,30 @@ def group(kernel: Kernel) -> pytest.MarkDecorator:
 def works() -> Iterator[pytest.param]:
     """(work, architecture, sizes). Every format on the newest architecture, which has all the
     kernels, by turns; one on each older one, and another for the next step; one for each large
-    size, and another for the next. `make test` takes one format, one older architecture in one
-    family of each step, and the first and the last of its large sizes; without any, one format
-    more. Of a lesson and the kernel that it teaches each has one format."""
+    size, of all that the kernel stores, and another for the next. `make test` takes one format,
+    one older architecture in one family of each step, and the first and the last of its large
+    sizes. A lesson and the kernel that it teaches have different formats."""
     every = sorted((*ladder(), *ENGINEERED), key=lambda one: -one.number)
     for step in every:  # the longest groups first
         number, large, families = step.number, large_of(step), step.families
+        seldom = step in ENGINEERED and number in COMPILED_BY_OTHERS
         for family, name in itertools.product(families, WEIGHT_FORMATS):
-            (*turn,) = marks_of(step, name, shift=2)
-            seldom = large and turn == [pytest.mark.slow] and step not in ENGINEERED
-            yield one_work(step, family, name, marks=[EVERY] if seldom else turn)
+            marks = [EVERY] if seldom else [*marks_of(step, name, shift=2, formats=1)]
+            yield one_work(step, family, name, marks=marks)
         older = [arch for arch, cc in OLDER.items() if cc >= step.min_cc]
         for i, arch in enumerate(older):
             for family, size in itertools.product(families, SMALL):
                 often = arch == older[number % len(older)] and family == families[number % 2 - 1]
-                marks = [pytest.mark.slow if often and size == SMALL[number % 2] else EVERY]
+                often &= size == SMALL[number % 2] and not seldom
+                marks = [pytest.mark.slow if often else EVERY]
                 yield one_work(step, family, in_turn(number + i), arch, size, marks=marks)
+        # int8 weights are made of five formats, of all others before the launch
+        names = STORED if families[-1] == "A16" else WEIGHT_FORMATS
+        names = [name for name in names if name in step.formats]
         for i, size in enumerate(large):
             marks = [pytest.mark.slow if size in (large[0], large[-1]) else EVERY]
-            yield one_work(step, families[-1], in_turn(number + i), NEWEST, size, marks=marks)
+            name = names[(number + i) % len(names)]
+            yield one_work(step, families[-1], name, NEWEST, size, marks=marks)
 
 
 def one_work(

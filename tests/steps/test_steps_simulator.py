@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qformats import BLOCK, FORMATS
-from reference import CHECK_SHAPES, GOLDEN, Problem, check
+from reference import CHECK_SHAPES, Problem, check
 from steps.checks.cases import Case, cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
@@ -49,36 +49,26 @@ def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=1))
-def test_integer_problem_is_exact_in_any_lane_order(
+def test_exact_in_two_lane_orders_where_nothing_is_spoiled(
     step: Kernel, family: Family, name: str
 ) -> None:
     """A missing barrier would show in at least one of these orders; the check shapes are in others
-    besides."""
-    problem = Problem(3, 35, 96, name, "integer", seed=7, input=input_of(step, family))
-    results = []
-    for order in (DESCENDING, 3):
-        machine = RemembersPasses(order)
-        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
-        results.append(multiply(prepared, machine).copy())
-        assert check(results[-1], problem, family, operands(prepared, machine)).ok
-    np.testing.assert_array_equal(*results)
-
-
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=5))
-def test_golden_case(step: Kernel, family: Family, name: str) -> None:
-    """1 x 1 x 32 by hand: 141 in Q4_0."""
-    golden = GOLDEN[name]
-    machine = Simulator()
-    a = golden.a.astype(input_of(step, family))
-    prepared = prepare(step, family, name, a, golden.blocks, machine, golden.q81)
-    c = multiply(prepared, machine)
-    assert c.shape == (1, 1)
-    if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
-        assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
-        return
-    assert c[0, 0] == golden.value
-    if name == "q4_0":
-        assert golden.value == 141
+    besides. In the second one there are NaN and Inf among the activations (`gemm` does not look for
+    them on a GPU) and in scales (which it refuses): they spoil their own rows and columns only."""
+    problem = Problem(9, 35, 96, name, "integer", seed=7, input=input_of(step, family))
+    machine = RemembersPasses(DESCENDING)
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    right = multiply(prepared, machine).copy()
+    assert check(right, problem, family, operands(prepared, machine)).ok
+    a, blocks = problem.a.copy(), problem.blocks.copy()
+    a[1, 70], a[4, 3], a[4, 4] = np.nan, np.inf, -1
+    blocks["d"][34, 1], blocks["d"][20, 0] = np.nan, np.inf
+    machine = RemembersPasses(3)
+    c = multiply(prepare(step, family, name, a, blocks, machine), machine)
+    spoiled = np.zeros(c.shape, bool)
+    spoiled[[1, 4]] = spoiled[:, [20, 34]] = True
+    assert not np.isfinite(c[spoiled]).any()
+    np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
 
 
 @pytest.mark.parametrize("number", [4, 5])
@@ -162,35 +152,6 @@ def test_dtypes_of_a_and_c(
         assert step.activations[family](problem.given, Simulator()).launches == ()
     found = verify(step, family, problem, RemembersPasses(shape[0] % 4), dtype=output)
     assert found.ok, found.verdict
-
-
-LAST_FAMILIES = [work for work in WORKS if work.values[1] == work.values[0].families[-1]]
-
-
-@pytest.mark.parametrize(
-    ("step", "family", "name"),
-    by_turn([work for work in LAST_FAMILIES if "float16" in work.values[0].outputs], formats=1),
-)
-def test_what_is_no_number_spoils_its_own_row_and_column_only(
-    step: Kernel, family: Family, name: str
-) -> None:
-    """NaN and Inf among the activations (`gemm` does not look for them on a GPU) and in scales
-    (which it refuses)."""
-    machine, problem = Simulator(2), Problem(9, 36, 96, name, input=input_of(step, family))
-
-    def product(a: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        return multiply(prepare(step, family, name, a, blocks, machine), machine).copy()
-
-    right = product(problem.a, problem.blocks)
-    assert np.isfinite(right).all()
-    a, blocks = problem.a.copy(), problem.blocks.copy()
-    a[1, 70], a[4, 3], a[4, 4] = np.nan, np.inf, -1
-    blocks["d"][35, 1], blocks["d"][20, 0] = np.nan, np.inf
-    c = product(a, blocks)
-    spoiled = np.zeros(c.shape, bool)
-    spoiled[[1, 4]] = spoiled[:, [20, 35]] = True
-    assert not np.isfinite(c[spoiled]).any()
-    np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
 
 
 # --- kernels that share out work by the number of SMs ---------------------------------------------
@@ -285,17 +246,18 @@ def all_shared_work() -> Iterator[tuple[Kernel, int, Size, dict[str, Any]]]:
 def shared_work() -> Iterator[pytest.param]:
     """Each in one format in two orders of lanes, and in another format in one, with C in float16
     where the step writes it: who waits for whom is the same in all formats. `make test` runs one
-    order, and two of the smallest product of each step; with QUICK=1 one of that alone."""
+    order, and two of the smallest product of each step; with QUICK=1 the latter alone. Those of
+    the kernels of decode are among `test_every_way_of_a_and_of_the_sums`."""
     works = list(all_shared_work())
     by_size = sorted(works, key=_size, reverse=True)
     smallest = {label_of(kernel): shape for kernel, _, shape, _ in by_size}
     for i, (kernel, sms, shape, constants) in enumerate(works):
+        small = shape == smallest[label_of(kernel)]
         for name, orders in ((in_turn(i), (DESCENDING, 5)), (in_turn(i + 2), (5,))):
             label = f"{label_of(kernel)}-{i}-{name}"
-            small, alone = shape == smallest[label_of(kernel)], len(orders) == 1
-            marks = (pytest.mark.slow if small or alone else pytest.mark.every,)
-            if small and alone:
-                marks = ()
+            marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.every,)
+            if small == (len(orders) == 2) and label_of(kernel) not in ("kernel17", "kernel18"):
+                marks = () if small else (pytest.mark.slow,)
             yield pytest.param(kernel, sms, shape, constants, name, orders, id=label, marks=marks)
 
 
