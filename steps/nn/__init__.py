@@ -5,6 +5,7 @@ operator.py    the product as an operator of torch
 rows.py        rows of weights as floats; embeddings and experts over blocks
 gguf.py        models of transformers with the blocks of their GGUF files
 ggml_kernels.py  the kernels that transformers asks for where it keeps a GGUF file packed
+pretrained.py  models of transformers, quantized, through its save_pretrained and from_pretrained
 adapters.py    adapters of PEFT merged into quantized layers
 weight.py      what reads of a layer's `weight` get
 shard.py       which part of a layer each rank of a group has

@@ -13,6 +13,7 @@ several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (
 State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says of which
 format and version they are, as several formats have blocks of one size: "q4_0, version 1", uint8,
 so that safetensors can hold it. A layer refuses blocks of another format, and those without it.
+Quantized models of transformers are saved and loaded as others are (`steps.nn.pretrained`).
 
 Memory. Blocks stay in host memory, wherever the layer is. A GPU holds the packed weights that
 kernels read. They are made on the host, on all cores, when the layer is moved there, and have the
@@ -28,9 +29,11 @@ a CPU weights are dequantized at every call, which is slow.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -378,12 +381,15 @@ class QuantLinear(nn.Linear):
         if torch.compiler.is_compiling():  # where nothing uses it, the compiler leaves it out
             return operator.dequantize(self.blocks, self.format, self.dtype, self.device)
         shape = self.out_features, self.in_features
-        return Weight(
+        weight = Weight(
             torch.empty(shape, dtype=self.dtype, device="meta"),
             self.device,
             lambda: self.dequantize().to(self.dtype),
             lambda x, bias: self._product(x, bias),
         )
+        if "_is_hf_initialized" in self.__dict__:  # while transformers loads it, see `pretrained`
+            weight._is_hf_initialized = True
+        return weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -719,7 +725,7 @@ def quantize_model(
         layer = layers.get(key)
         if layer is None:
             try:
-                make = _empty if weight.is_meta else QuantLinear.from_float
+                make = empty_layer if weight.is_meta else QuantLinear.from_float
                 layer = make(one.linear, fmt.name, accuracy=accuracy, invariant=invariant)
             except ValueError as error:
                 raise ValueError(f"{one.names[0]}: {error}") from error
@@ -735,13 +741,19 @@ def quantize_model(
     skipped = [(one.names[0], one.why) for one in candidates.values() if one.why is not None]
     skipped += _not_linear(modules)
     unused = tuple(entry for entry in skip if entry not in used)
+    if "transformers" in sys.modules:  # imports this module, and transformers
+        import_module("steps.nn.pretrained").tell_transformers(model)
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
 
 
-def _empty(linear: Any, format_name: str, **options: Any) -> QuantLinear:
-    """A layer without values in the place of a Linear on the meta device."""
-    k, n, dtype = linear.in_features, linear.out_features, linear.weight.dtype
-    layer = QuantLinear(k, n, False, format=format_name, device="meta", dtype=dtype, **options)
+def empty_layer(
+    linear: Any, format: str, *, dtype: str | None = None, **options: Any
+) -> QuantLinear:
+    """A layer without values in the place of a Linear on the meta device. dtype: by its name, that
+    of the layer where it is not the Linear's."""
+    k, n, own = linear.in_features, linear.out_features, linear.weight.dtype
+    own = own if dtype is None else operator.DTYPES[dtype]
+    layer = QuantLinear(k, n, False, format=format, device="meta", dtype=own, **options)
     layer.bias = linear.bias
     return layer
 
