@@ -182,7 +182,8 @@ def gemm(
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N].
 
     a       : float32, float16 or bfloat16 [M, K], C-contiguous, NumPy or on the GPU, there in 16
-              bits at a multiple of 16 bytes; M is at least 1.
+              bits at a multiple of 16 bytes. Without tokens, M=0, C is [0, N] and nothing is
+              launched.
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
     bias    : None, or float32, float16 or bfloat16 [N], C-contiguous, of the same kind as `a`. The
@@ -211,7 +212,7 @@ def gemm(
               default the current stream of the library of `a` (torch, CuPy), else the default
               stream.
     explain : return (C, choice), a `steps.product.choice.Choice`; `print(choice)` says which kernel
-              it was, how it was launched and why.
+              it was, how it was launched and why. Without tokens it is that of one.
 
     Returns C: `out` where it was given, else a new array of the library of `a`.
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
@@ -247,6 +248,13 @@ def gemm(
         family, step, invariant=invariant,
     )  # fmt: skip
     request = asked_of(w, request, named=accuracy is not None)
+    if not m:
+        choice = choose(replace(request, m=1), where)  # other arguments are checked as ever
+        if on_device and out is None:
+            result = empty_beside(given, (0, n), output, where)
+        elif out is None:
+            result = np.empty((0, n), ARRAYS[output])
+        return (result, choice) if explain else result
     if on_device:
         product = product_of(w, request, where)
         if key:

@@ -62,8 +62,8 @@ def _without_gradient(name: str, x: Any, torch: Any) -> Any:
 def activations_facts(a: Any, on_device: bool) -> tuple[int, int, str]:
     """(M, K, dtype by name) of activations [M, K]; an error where no kernel can read them."""
     m, k, name = require_matrix("a", a, on_device, FLOATS)
-    if m < 1 or k < 1:
-        raise ValueError(f"a is empty: its shape is {(m, k)}")
+    if k < 1:
+        raise ValueError(f"a has no columns: its shape is {(m, k)}")
     if k % BLOCK:
         raise ValueError(
             f"K={k} is not a multiple of the block of {BLOCK}: pad a with zeros to "

@@ -60,6 +60,20 @@ def weights(n: int = 3, k: int = 64, name: str = "q4_0") -> np.ndarray:
 # --- right products -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
+def test_no_tokens_give_an_empty_product(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, packed, bias = weights(), api.pack(weights(), machine=MACHINE), np.ones(3, np.float32)
+    monkeypatch.setattr(Simulator, "run", lambda *_: pytest.fail("a launch"))
+    kind, a = np.uint16 if dtype == "bfloat16" else dtype, activations(0)
+    for given_w in (w, packed):
+        options = {"dtype": dtype, "bias": bias, "machine": MACHINE}
+        c, choice = api.gemm(a, given_w, explain=True, **options)
+        assert (c.shape, c.dtype) == ((0, 3), kind)
+        assert "for M=1 N=3 K=64" in str(choice)
+        out = np.empty((0, 3), kind)
+        assert api.gemm(a, given_w, out=out, **options) is out
+
+
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("step", [None, 1, 3])
 def test_products_in_every_format(name: str, step: int | None) -> None:
@@ -250,7 +264,10 @@ READ_ONLY.setflags(write=False)
         (A[0], W, {}, ValueError, "a must have 2 dimensions, got 1"),
         (A[:, ::2], W, {}, ValueError, r"a must be C-contiguous, got strides \(256, 8\)"),
         (np.asfortranarray(A), W, {}, ValueError, "a must be C-contiguous"),
-        (A[:0], W, {}, ValueError, r"a is empty: its shape is \(0, 64\)"),
+        (A[:, :0], W, {}, ValueError, r"a has no columns: its shape is \(2, 0\)"),
+        (A[:0, :32], W, {}, ValueError, "a has K=32 columns and w has 2 blocks .* K=64"),
+        (A[:0], W, {"step": 99}, ValueError, "there is no step 99"),
+        (A[:0], W, {"out": np.zeros((2, 3), np.float32)}, ValueError, r"\[0, 3\], got \[2, 3\]"),
         (A[:, :33].copy(), W, {}, ValueError, "K=33 is not a multiple .* to 64 columns"),
         (A[:, :32].copy(), W, {}, ValueError, "a has K=32 columns and w has 2 blocks .* K=64"),
         (NAN, W, {}, ValueError, "a has 1 values that are NaN or Inf"),

@@ -72,6 +72,22 @@ def test_the_result_is_of_the_library_of_a(gpu: FakeGpu, torch: Any) -> None:
         assert any(at in values for _, _, values in gpu.launched)
 
 
+def test_no_tokens_launch_nothing(gpu: FakeGpu, torch: Any, made: list) -> None:
+    handle = pack(BLOCKS, machine=gpu)
+    for w in (BLOCKS, handle):
+        a = Tensor((0, K), 0, dtype="float16")  # a tensor without values may have no address
+        c = gemm(a, w, dtype="bfloat16", machine=gpu)
+        assert isinstance(c, Tensor)
+        assert (c.shape, c.dtype) == ((0, N), "bfloat16")
+        c, choice = gemm(numbas(m=0), w, machine=gpu, explain=True)
+        assert c.__cuda_ndarray__
+        assert (c.shape, choice.request.m) == ((0, N), 1)
+        out = numbas(0, N)
+        assert gemm(numbas(m=0), w, out=out, machine=gpu) is out
+    assert not gpu.launched
+    assert not made
+
+
 def test_other_shapes_dtypes_and_options_are_other_products(gpu: FakeGpu, made: list) -> None:
     handle = pack(BLOCKS, machine=gpu)
     calls: list[Callable[[], Any]] = [

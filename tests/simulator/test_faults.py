@@ -265,11 +265,12 @@ def test_a_weight_block_without_a_finite_scale_is_refused(name: str, value: floa
             door.pack(w, machine=Untouched())
 
 
-@pytest.mark.parametrize("shape", [(0, K), (2, 0), (0, 0)])
-def test_no_tokens_is_a_sentence(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(2, 0), (0, 0)])
+def test_no_columns_is_a_sentence(shape: tuple[int, int]) -> None:
     w = Problem(1, 3, K, "q4_0").blocks
     for a in (np.zeros(shape, np.float32), OnDevice(shape)):
-        with pytest.raises(ValueError, match=rf"a is empty: its shape is \({shape[0]}, {shape[1]}"):
+        said = rf"a has no columns: its shape is \({shape[0]}, 0\)"
+        with pytest.raises(ValueError, match=said):
             door.gemm(a, w, machine=Untouched())
     with pytest.raises(ValueError, match=r"w is empty: its shape is \(0, 2\)"):
         door.gemm(np.zeros((2, K), np.float32), w[:0], machine=Untouched())
@@ -393,5 +394,5 @@ def test_what_is_refused_on_a_gpu_writes_nothing(step: Kernel, family: Family, n
         steps.gemm(cuda.to_device(loud), problem.blocks, **ask)
         c = out.copy_to_host()
         require_near(c, family, loud, problem.blocks, False, step.accuracy)
-    with pytest.raises(ValueError, match="a is empty"):
-        steps.gemm(a[:0], problem.blocks, step=step.number, family=family)
+    nothing = steps.gemm(a[:0], problem.blocks, step=step.number, family=family)
+    assert nothing.shape == (0, 6)
