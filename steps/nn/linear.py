@@ -9,6 +9,7 @@
 
 torch is an extra of this project; in `steps` only this room imports it. A layer may be shared by
 several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (`steps.nn.shard`).
+DistributedDataParallel leaves blocks alone (`keep_out_of_ddp`).
 
 State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says of which
 format and version they are, as several formats have blocks of one size: "q4_0, version 1", uint8,
@@ -30,7 +31,7 @@ a CPU weights are dequantized at every call, which is slow.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -741,9 +742,37 @@ def quantize_model(
     skipped = [(one.names[0], one.why) for one in candidates.values() if one.why is not None]
     skipped += _not_linear(modules)
     unused = tuple(entry for entry in skip if entry not in used)
+    keep_out_of_ddp(model)
     if "transformers" in sys.modules:  # imports this module, and transformers
         import_module("steps.nn.pretrained").tell_transformers(model)
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
+
+
+class _Buffers:
+    """The names of all buffers of `QuantLinear`s in a model, when they are asked for, and others.
+    There are more of them once the model is on a GPU."""
+
+    def __init__(self, model: Any, others: Iterable[str]) -> None:
+        self.model, self.others = model, others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        for name, one in self.model.named_modules(remove_duplicate=False):
+            if isinstance(one, QuantLinear):
+                yield from (f"{name}.{buffer}".lstrip(".") for buffer in one._buffers)
+
+
+def keep_out_of_ddp(model: Any) -> None:
+    """Let `DistributedDataParallel(model)` leave the blocks of `QuantLinear`s alone.
+
+    It would send them to all ranks before each forward, and cannot over NCCL, as blocks lie on the
+    CPU. Every rank must have the same ones, such as those of one file; nothing compares them.
+    `quantize_model` calls this for its model. Call it for what you wrap instead, such as a
+    PeftModel, or a module that holds the model.
+    """
+    others = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    if not isinstance(others, _Buffers):
+        model._ddp_params_and_buffers_to_ignore = _Buffers(model, others)
 
 
 def empty_layer(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from qformats import FORMATS, dequantize, quantize
 from steps.nn import all_reduce
 from steps.nn.all_reduce import all_reduce_of
-from steps.nn.linear import QuantLinear, quantize_model
+from steps.nn.linear import QuantLinear, keep_out_of_ddp, quantize_model
 from tests.nn.ranks import each_case
 
 K = 288  # nine blocks of 32, which two ranks do not divide
@@ -310,6 +310,35 @@ def of_transformers() -> tuple[Any, Any]:
             layer.mlp.down_proj.shard(None, "row")
         model.lm_head.shard(None, "column", gather=True)
         return alone, model(ids).logits
+
+
+def case_ddp_leaves_blocks_alone() -> None:
+    """Statistics of a norm are sent from rank 0, gradients are the mean of all ranks', blocks are
+    neither compared nor sent, of a model in a wrapper too."""
+    ddp = nn.parallel.DistributedDataParallel
+    for wrapped in (False, True):
+        torch.manual_seed(rank())  # all ranks have other numbers
+        model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 8))
+        quantize_model(model, "q8_0")
+        for one in (model[0], model[2]):
+            one.bias.requires_grad_()
+        model[1].running_mean.add_(rank())
+        if wrapped:
+            model = nn.Sequential(model)
+            keep_out_of_ddp(model)
+        inner = model[0] if wrapped else model
+        before = [inner[i].blocks.clone() for i in (0, 2)]
+        shared = ddp(copy.deepcopy(model))
+        names = {"running_mean", "running_var", "num_batches_tracked"}
+        assert {name.rpartition(".")[2] for name in shared.named_module_buffers} == names
+        inner = shared.module[0] if wrapped else shared.module
+        mean = inner[1].running_mean.clone()
+        shared(torch.randn(4, 64)).sum().backward()
+        assert all(torch.equal(inner[i].blocks, one) for i, one in zip((0, 2), before, strict=True))
+        for own in (inner[2].bias.grad, inner[0].bias.grad, inner[0].bias, mean):
+            all_of = [torch.empty_like(own) for _ in range(ranks())]
+            distributed.all_gather(all_of, own.detach())
+            assert all(torch.equal(one, own) for one in all_of)
 
 
 CASES = [one for name, one in globals().items() if name.startswith("case_")]
