@@ -36,7 +36,8 @@ from steps.compile.kernel_key import key_of
 VARIABLE: Final = "LADDER_CACHE"
 MOST_BYTES: Final = 500_000_000
 MOST_BYTES_OF_A_FILE: Final = 50_000_000
-"""A larger file is not read; a kernel takes less than one MB."""
+"""Of a larger file the rest is not read, so that its digest is wrong; a kernel takes less than one
+MB."""
 UNFINISHED_SECONDS: Final = 3600
 """A file that was begun so long ago is no longer being written, which takes milliseconds."""
 
@@ -203,7 +204,7 @@ def _content(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=_no_link_no_wait) as file:
             state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode) or state.st_size > MOST_BYTES_OF_A_FILE:
+            if not stat.S_ISREG(state.st_mode):
                 return b""
             if why := _why_not_safe(state):
                 _warn(f"{path} {why}: it is not read, but compiled and written anew")

@@ -157,6 +157,7 @@ def test_numbers_have_six_digits_and_what_is_none_is_null() -> None:
         (make_row, {"M": 0}, r"rows\[0\].M is 0, expected positive"),
         (make_row, {"M": "512"}, r"rows\[0\].M is '512', expected int"),
         (make_row, {"M": True}, "expected int"),
+        (make_peer, {"us": True}, r"peers\[0\].us is True, expected float"),
         *((make_call, {name: 0}, f"{name} is 0, expected pos") for name in ("us", "M", "host_us")),
         (make_call, {"cublas_us": -1.0}, r"as_called\[0\].cublas_us is -1.0, expected positive"),
         (make_peer, {"us": 0.0}, r"peers\[0\].us is 0.0, expected positive"),
