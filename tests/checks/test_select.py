@@ -24,6 +24,14 @@ def test_works_come_with_their_parents() -> None:
     assert [(w.step.number, w.family) for w in works] == [(3, "A8"), (4, "A8")]
 
 
+def test_works_and_their_parents_are_ordered_by_step_family_and_format() -> None:
+    works = select((kernel_of(17),), ["q4_0", "q4_1"])
+    found = [(w.step.number, w.family, w.format) for w in with_parents(works[::-1])]
+    own = [(17, family, name) for family in ("A16", "A8") for name in ("q4_0", "q4_1")]
+    assert found[-4:] == own
+    assert {number for number, *_ in found[:-4]} == {16}
+
+
 def test_a_parent_of_another_family_is_taken_in_its_own() -> None:
     (step,) = (one for one in ladder() if one.name.endswith("wgmma_int8"))
     works = with_parents(select((step,), ["q4_0"]))

@@ -492,6 +492,9 @@ def test_every_part_of_a_kernel_is_in_its_key() -> None:
     assert len(set(keys)) == len(keys)
     assert key(make(1)) == keys[0]
     assert key(make({"a": 1, "b": 2})) == key(make({"b": 2, "a": 1}))
+    one, other = frozenset((0, 8)), frozenset((8, 0))
+    assert list(one) != list(other), "as sets of texts are in two processes"
+    assert key(make(one)) == key(make(other))
 
 
 def test_the_code_of_all_that_it_imports_is_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

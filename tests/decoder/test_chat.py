@@ -206,6 +206,11 @@ def test_the_largest_draw_is_a_token() -> None:
     one = Sampling(1.0)
     one._drawn.fill_(1.0)
     assert int(one(torch.full((1, 7), 3.0))) == 6
+    one._drawn.fill_(0.5)
+    assert int(one(torch.full((1, 2), 3.0))) == 1, "draws below a half are of the first of two"
+    half = Sampling(1.0, 0.5)
+    half._drawn.fill_(0.75)
+    assert int(half(torch.full((1, 2), 3.0))) == 0, "which has the probability of 0.5 alone"
 
 
 @pytest.mark.parametrize(

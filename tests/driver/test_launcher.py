@@ -16,6 +16,7 @@ from steps.compile.kernel_cache import CompiledKernel
 from steps.contract import Launch
 from steps.driver import encode_map, launcher
 from steps.driver.launcher import load, parameters, stream_handle
+from steps.driver.machines import Gpu
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from tests.driver.fake_gpu import FakeGpu, device_array, encoded, stream_in
@@ -129,6 +130,32 @@ def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None:
     loaded.arguments[4] = 1 << 51
     loaded()
     assert gpu.launched[-1][2][4] == 1 << 51
+
+
+def test_a_thread_gets_a_context_before_its_first_launch(gpu: FakeGpu, monkeypatch) -> None:
+    launched_before: list[int] = []
+    monkeypatch.setattr(launcher, "_thread", SimpleNamespace())
+    monkeypatch.setattr(cuda, "current_context", lambda: launched_before.append(len(gpu.launched)))
+    loaded = gpu.load(Launch(SimpleNamespace(__name__="kernel"), (1,), (32,), (7,)))
+    loaded()
+    loaded()
+    assert (launched_before, len(gpu.launched)) == ([0], 2)
+
+
+@pytest.mark.parametrize(
+    ("stream", "done"), [(7, ["copied on 7", "waited for 7"]), (0, ["copied on 0"])]
+)
+def test_a_copy_on_a_named_stream_is_waited_for(stream: int, done: list[str], monkeypatch) -> None:
+    """On the default stream Numba's copy waits by itself."""
+    found: list[str] = []
+    wait = SimpleNamespace(synchronize=lambda: found.append(f"waited for {stream}"))
+    monkeypatch.setattr(cuda, "external_stream", lambda handle: wait)
+    machine = Gpu.__new__(Gpu)
+    machine._use(stream)
+    machine.host(
+        SimpleNamespace(copy_to_host=lambda stream: found.append(f"copied on {machine.stream}"))
+    )
+    assert found == done
 
 
 NAMED = SimpleNamespace(__name__="kernel")
