@@ -323,6 +323,10 @@ def test_a_conversation_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has \d+ tokens and the model's context is 20: begin an"):
         one.ask("word " * 30, print)
     assert one.messages == []
+    text = one.template.text([{"role": "user", "content": "Hi"}])
+    one.context = count = len(VOCABULARY.conversation(text))  # there is no place for an answer
+    with pytest.raises(ValueError, match=f"has {count} tokens and the model's context is {count}:"):
+        one.ask("Hi", print)
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
