@@ -52,13 +52,6 @@ ADDING = [one for one in (kernel_of(step.number) for step in ladder()) if one.ad
 EXACT = [one for one in ADDING if one.accuracy == "exact"]
 
 
-@pytest.mark.parametrize("step", EXACT, ids=lambda step: step.name)
-def test_every_step_adds_one_to_the_bit(step: Kernel) -> None:
-    bias = of(FLOATS[step.number % len(FLOATS)])
-    c = gemm(A, W, bias=bias, step=step.number, machine=Simulator())
-    np.testing.assert_array_equal(c, EXPECTED)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("step", EXACT, ids=lambda step: step.name)

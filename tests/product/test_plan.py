@@ -367,6 +367,7 @@ def test_the_simulator_refuses_the_same(a: np.ndarray, said: str) -> None:
     own = np.full((M, K), -7, np.float32)
     with pytest.raises(ValueError, match="out overlaps a, which the product reads"):
         plan(own, own.reshape(-1)[: M * N].reshape(M, N))
+    assert (own == -7).all()
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

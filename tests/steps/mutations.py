@@ -38,7 +38,7 @@ from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -244,11 +244,14 @@ def sites_in(tree: ast.Module, path: Path) -> tuple[Site, ...]:
     found: dict[tuple[int, int, str], Site] = {}
     hosts = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     for function in (*device_functions(tree), *hosts):
+        on_gpu = is_device_code(function)
         for node in ast.walk(function):
+            if not on_gpu and not is_wait(node):
+                continue
             for called, kind, _ in changes(node, known):
                 place: Place = node.lineno, node.col_offset  # type: ignore[attr-defined]
                 site = Site(path, function.name, *place, ast.unparse(node), called, kind)
-                if is_device_code(function) or kind == LATER:
+                if on_gpu or kind == LATER:
                     found.setdefault((*place, kind), site)
     seen: Counter[tuple[str, str, str]] = Counter()
     in_order = []
@@ -256,6 +259,11 @@ def sites_in(tree: ast.Module, path: Path) -> tuple[Site, ...]:
         seen[site.function, site.text, site.kind] += 1
         in_order.append(replace(site, turn=seen[site.function, site.text, site.kind]))
     return tuple(in_order)
+
+
+def is_wait(node: ast.AST) -> bool:
+    """A factory's call, in which the host decides how many groups are not waited for."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in WAITS
 
 
 def changes(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, str, ast.expr]]:
@@ -663,10 +671,8 @@ def device_sites(label: str) -> tuple[Site, ...]:
         with as_in(case):
             prepared = prepared_for(step, label, case, Simulator())
         for launch in (*prepared.activations.launches, prepared.launch):
-            for function in functions_of(launch.kernel.py_func):
-                text, first = inspect.getsourcelines(function)
-                path = Path(function.__code__.co_filename)
-                lines[path].update(range(first, first + len(text)))
+            for code in {one.__code__ for one in functions_of(launch.kernel.py_func)}:
+                lines[Path(code.co_filename)].update(lines_of(code))
     factories = {path: factories_of(path, lines[path]) for path in lines}
     return tuple(
         site
@@ -675,6 +681,13 @@ def device_sites(label: str) -> tuple[Site, ...]:
         if site.line in lines[site.path]
         or (site.kind == LATER and site.function in factories.get(site.path, ()))
     )
+
+
+@cache
+def lines_of(code: CodeType) -> range:
+    """Those of a function, which factories make again and again."""
+    text, first = inspect.getsourcelines(code)
+    return range(first, first + len(text))
 
 
 def factories_of(path: Path, lines: set[int]) -> set[str]:

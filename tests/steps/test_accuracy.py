@@ -87,10 +87,12 @@ def test_gemm_pack_and_plan_keep_to_the_accuracy() -> None:
     w, factor = byte_weights(problem.blocks)
     fast = (tokens.q.astype(np.int64) @ w.T.astype(np.int64)).astype(np.float32)
     fast = fast * factor * tokens.d[:, None]
+    asked = {"accuracy": "fast"}
 
     _, choice = steps.gemm(problem.a, problem.blocks, machine=machine, explain=True)
     assert choice.kernel.accuracy == "exact"
-    for handle in (problem.blocks, steps.pack(problem.blocks, machine=machine, accuracy="fast")):
+    handles = [steps.pack(problem.blocks, machine=machine, **of) for of in ({"step": 15}, asked)]
+    for handle in (problem.blocks, *handles):
         c, choice = steps.gemm(problem.a, handle, machine=machine, accuracy="fast", explain=True)
         assert choice.kernel in FAST
         np.testing.assert_array_equal(c, fast)
