@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from qformats import FORMATS, format_of
+from qformats import BLOCK, FORMATS, format_of
 from reference import Problem, Reference, bfloat16_values, check
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.checks.float64 import Answers, MachineProducts, Products
@@ -299,7 +299,7 @@ def _wrong_kind(
     alike = kind == "ones" or case.weights == "most"
     right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
     found = [] if right else [f"{kind} rows are {verdict.verdict}"]
-    return found + _far_off(case, step, products, x, part, answers, rows)
+    return found + _far_off(case, step, products, x, answers, rows)
 
 
 def _far_off(
@@ -307,33 +307,42 @@ def _far_off(
     step: Kernel,
     products: Products,
     x: np.ndarray,
-    part: np.ndarray,
     answers: Answers,
     rows: np.ndarray,
 ) -> list[str]:
-    """Whether rows are further from x @ weights than they may be: an error that is one of the
-    operands, which `check` takes as they are."""
+    """Whether the product of the operands, which `check` takes as they are, is further from
+    x @ weights than it may be: by what the pass over A has lost."""
     wanted, energy, blocks = answers.wanted, answers.energy, products.blocks
     allowed = ERRORS[step.accuracy]
     if case.family == "A8" and step.accuracy == "exact":
         allowed = A8_ERROR
     elif case.family == "A16":
         allowed += 4 * ROUNDED[case.a] ** 2
-    permitted = allowed * energy + ROUNDED[case.c] ** 2 * wanted**2 + LEAST_OF_C[case.c] ** 2
+    permitted = allowed * energy
     if step.accuracy != "exact":  # int8, whose step follows the largest |a| of a token
         permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * products.squares
     if _in_blocks(case, step):
         permitted += LEAST_IN_BLOCKS**2 * products.squares
-    few = 1 + 30 / part.shape[1]
-    error, most = ((part - wanted) ** 2).sum(axis=1), few * permitted.sum(axis=1) + 2.0**-50
+    few = 1 + 30 / wanted.shape[1]
+    error = ((answers.same - wanted) ** 2).sum(axis=1)
+    most = few * permitted.sum(axis=1) + 2.0**-50
     if (error <= most).all():
         return []
     # What else may be lost takes longer to find out.
+    if case.family == "A8" and step.accuracy == "exact":  # a block's step follows its largest value
+        steps = np.abs(x).reshape(len(x), -1, BLOCK).max(axis=2) / 127
+        squares = (products.weights**2).reshape(-1, steps.shape[1], BLOCK).sum(axis=(0, 2))
+        most += few / 12 * (steps**2 @ squares)
     if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima become
         # float16, which costs 2^-11 of what each multiplies
         parts = _groups(x, blocks)
         most += few * 2.0**-22 * sum((one**2 + other**2).sum(axis=1) for one, other in parts)
-    if _in_blocks(case, step) and case.kind_of(int(rows[0])) == "ones":
+    ones = case.kind_of(int(rows[0])) == "ones"
+    if case.family == "A16" and (ones or case.weights == "most"):
+        # terms are alike, and so are their roundings: by as much as a factor's, of all of the sum
+        unit = max(ROUNDED["float16"], ROUNDED[case.a])
+        most += ((unit * answers.most) ** 2).sum(axis=1)
+    if _in_blocks(case, step) and ones:
         # its blocks' scales and sums are rounded alike
         sums = [abs(sum(part)) for part in zip(*_groups(x, blocks), strict=True)]
         most += few * 2.0**-22 * (np.sum(sums, axis=0) ** 2).sum(axis=1)

@@ -323,11 +323,22 @@ def test_other_bits_of_a_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _far_off(case: FuzzCase, step: Kernel, blocks: np.ndarray, given: Any, c: Any) -> list[str]:
-    """What `fuzz` says of outputs [1, N] of a row by which a case begins."""
-    products, rows = Products(blocks), np.array([0])
-    return fuzz._far_off(
-        case, step, products, given.astype(np.float64), c, products.answers(None, given), rows
-    )
+    """What `fuzz` says of a row by which a case begins, and whose operands come to c [1, N]."""
+    products = Products(blocks)
+    answers = products.answers(None, given)._replace(same=c)
+    return fuzz._far_off(case, step, products, given.astype(np.float64), answers, np.array([0]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step=13 family=A16 format=q8_0 m=2 n=4 k=128 rows=ones weights=most a=float32 c=float32 "
+        "seed=833673 w=746439",  # sums of terms that are alike, and rounded alike
+        "step=9 family=A8 format=q4_0 m=244 n=1 k=32 data=llm seed=28257 w=990604",  # an outlier
+    ],
+)
+def test_right_products_that_were_called_wrong(line: str) -> None:
+    assert fuzz.complaints(FuzzCase.parse(line), Simulator()) == []
 
 
 def test_operands_that_are_far_off_are_found() -> None:
