@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import FORMATS, WEIGHT_FORMATS
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.storage import storage_format
 from reference.problem import Problem
 
@@ -235,8 +235,9 @@ def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) ->
         return 9 * FLOAT32_ROUNDOFF**2
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336,
-        # which leaves room for other orders.
-        rounded = 1e-11
+        # which leaves room for other orders. Beyond K = 33777 a sum of K / 32 blocks may lose more:
+        # as below, with blocks for terms.
+        rounded = max(1e-11, 16 / 6 * (k / BLOCK) * FLOAT32_ROUNDOFF**2)
         # Minima may be added by tensor cores, once in 128 K. These truncate: errors have one sign,
         # and their sum grows with K, not with its root. Measured: 4.6e-13 and 4.5e-12 at K = 4096
         # and 14336, a tenth of (u K / 128)^2. Twice that, and more where outputs are few.
@@ -250,7 +251,7 @@ def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) ->
     # A running sum after j of K terms has energy j/K of the result; each addition rounds it with
     # variance u^2 / 3: K u^2 / 6 in all. Up to 16 times that where scale and offset are summed
     # apart (unsigned codes have that much more energy than the weights they stand for).
-    return 16 / 6 * (k + 4) * FLOAT32_ROUNDOFF**2
+    return 16 / 6 * (k + 4) * FLOAT32_ROUNDOFF**2 * few
 
 
 def known_family(family: str) -> None:
