@@ -249,8 +249,8 @@ def _wrong_rows(
                     f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
                 )
         elif answers is not None:
-            of_rows = answers.rows(np.searchsorted(finite, rows))
-            found += _wrong_kind(case, step, problem, c, used, rows, of_rows, products)
+            wanted = answers.rows(np.searchsorted(finite, rows))
+            found += _wrong_kind(case, step, problem, c, used, rows, wanted, products)
     return found
 
 

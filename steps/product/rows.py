@@ -95,9 +95,9 @@ def get_rows(
 
 
 def _rows(w: Any, ids: Any, format: str | None, dtype: Any, machine: Any, stream: Any) -> Any:
-    of_rows, source = float_name(dtype), blocks_of(w)
+    output, source = float_name(dtype), blocks_of(w)
     if is_device_array(source):
-        return _on_gpu(source, ids, format, of_rows, machine_for(machine), stream)
+        return _on_gpu(source, ids, format, output, machine_for(machine), stream)
     fmt = weight_format(source)
     if format not in (None, fmt.name):
         raise ValueError(f"w holds blocks of {fmt.name} and format is {format!r}: leave it out")
@@ -105,11 +105,11 @@ def _rows(w: Any, ids: Any, format: str | None, dtype: Any, machine: Any, stream
         require_array("ids", ids, False, IDS, 1)
     shape = len(source if ids is None else ids), source.shape[1] * fmt.elements
     if not shape[0]:
-        return np.empty(shape, ARRAYS[of_rows])
+        return np.empty(shape, ARRAYS[output])
     where = machine_for(machine)
     where = where if stream is None else where.on(stream)
     given = where.array(np.ascontiguousarray(source).view(np.uint8))
-    numbers, rows = None if ids is None else where.array(ids), where.empty(shape, ARRAYS[of_rows])
+    numbers, rows = None if ids is None else where.array(ids), where.empty(shape, ARRAYS[output])
     where.run(kernel.launch(fmt.name, given.reshape(-1), rows, numbers))
     return where.host(rows)
 
