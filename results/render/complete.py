@@ -54,6 +54,8 @@ COMPARED: Final = tuple(
 """Calls that are told of all formats: (api, accuracy, dtype of A and C)."""
 WEIGHTS: Final = (4096, 14336)
 """N and K of the tables of one size, where they were measured."""
+TOKENS: Final = (1, 8, 16, 64, 128, 512, 4096)
+"""The M of what a caller gets; calls.csv has the others too."""
 JUMPS: Final = 3
 """Places where time jumps that are told, the worst."""
 
@@ -62,7 +64,8 @@ Part = str | Table | None
 
 
 def page(every: Sequence[Measured]) -> str:
-    """The file, a section for each of these runs; charts are of the first."""
+    """The file, a section for each of these runs; charts and errors are of the first, as errors are
+    the same on every GPU."""
     if not every:
         return f"{HEAD}\n{NOTHING}\n"
     return "\n".join([HEAD, *(text for i, one in enumerate(every) for text in _gpu(one, i == 0))])
@@ -84,7 +87,7 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
     sections: list[tuple[str, list[Part]]] = [
         ("What a caller gets", _calls(run)),
         *whole,
-        ("Each step at home, in every format", _homes(run)),
+        ("Each step at home, in every format", _homes(run, with_errors=pictured)),
         ("Limits and environment", [_machine(run)]),
         ("Failed or not possible", [_exceptions(run)]),
     ]
@@ -111,7 +114,7 @@ def _older(run: Run, stale: Keys) -> list[str]:
 
 def _calls(run: Run) -> list[Part]:
     """The least over all sizes by M, one size of weights in all formats, and where time jumps."""
-    calls = tabled(run)
+    calls = [one for one in tabled(run) if one.M in TOKENS]
     if not calls:
         return []
     kinds = [one for one in COMPARED if any((c.api, c.accuracy, c.dtype) == one for c in calls)]
@@ -167,7 +170,7 @@ def _jumps(run: Run) -> Part:
 # ------------------------------------------------------------------------------------- the steps
 
 
-def _homes(run: Run) -> list[Part]:
+def _homes(run: Run, with_errors: bool) -> list[Part]:
     """A line per format, a column per step: the kernel's time at the step's home, and by how much
     its product is off. Formats that are only read have no error of their own."""
     panels = ladder(run)
@@ -186,19 +189,18 @@ def _homes(run: Run) -> list[Part]:
     names = formats(row for rung in rungs for row in rung.every)
     if not rungs:
         return []
-    return [
-        table(
-            names,
-            time_of,
-            f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
-        ),
-        table(
-            [name for name in names if name in WEIGHT_FORMATS],
-            lambda row: ratio(relative_error(run, row)),
-            "Error of the product, as a multiple of the format's own (NMSE; 1.00x: all of it is "
-            "the format's). A8 rounds tokens to 8 bits, *fast* the weights too.",
-        ),
-    ]
+    times = table(
+        names,
+        time_of,
+        f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
+    )
+    errors = table(
+        [name for name in names if name in WEIGHT_FORMATS],
+        lambda row: ratio(relative_error(run, row)),
+        "Error of the product, as a multiple of the format's own (NMSE; 1.00x: all of it is "
+        "the format's). A8 rounds tokens to 8 bits, *fast* the weights too.",
+    )
+    return [times, errors] if with_errors else [times]
 
 
 def _exceptions(run: Run) -> Part:

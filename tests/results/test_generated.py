@@ -393,6 +393,7 @@ def test_results_have_a_section_per_gpu_with_its_machine_the_largest_first(tree,
     text = page(tree)
     for name in charts.plans(run):
         assert text.count(f"![{name}](charts/{name}.svg)") == 1, "of the first GPU"
+    assert text.count("Error of the product") == 1, "the same on both"
     assert "[steps.csv](nvidia-h200/steps.csv)" in text
     machine = section(tree, "Limits and environment")
     assert re.search(r"(?m)^- llama\.cpp: .*\. From another run on the same GPU model$", machine)
