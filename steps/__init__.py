@@ -6,10 +6,11 @@
     c = gemm(a, pack(w))      # weights repacked and uploaded once, for many products
     plan = gemm.plan(m, w)    # all that m tokens need, made once: plan(a, out) only launches
     c, choice = gemm(a, w, explain=True)    # print(choice): which kernel it was, and why
+    c = experts(a, pack_experts(w), ids)    # w: blocks[E, N, K/32]: each token by its experts
 
-`help(gemm)`, `help(pack)` and `help(gemm.plan)` say what they take. `ladder()` finds the steps
-(every module `steps/stepNN_*.py`), so adding a step is adding one file; `register(step)` makes one
-known that is in no file, such as a notebook's.
+`help(gemm)`, `help(pack)`, `help(gemm.plan)` and `help(experts)` say what they take. `ladder()`
+finds the steps (every module `steps/stepNN_*.py`), so adding a step is adding one file;
+`register(step)` makes one known that is in no file, such as a notebook's.
 
 To follow a call from `gemm` to the launch, read `steps.product`, whose overview names the files in
 their order, then `steps.driver.launcher`.
@@ -35,11 +36,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from steps.product.experts import experts, pack_experts
     from steps.product.gemm import gemm, pack
     from steps.product.plan import plan
     from steps.registry import find, ladder, register
 
-__all__ = ["find", "gemm", "ladder", "pack", "plan", "register"]
+__all__ = ["experts", "find", "gemm", "ladder", "pack", "pack_experts", "plan", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -48,6 +50,11 @@ def __getattr__(name: str) -> Any:
         from steps import registry
 
         return getattr(registry, name)
+    if name in ("experts", "pack_experts"):
+        from steps.product import experts
+
+        experts.experts.plan = experts.plan  # type: ignore[attr-defined]
+        return getattr(experts, name)
     if name in __all__:
         from steps.product import gemm, plan
 

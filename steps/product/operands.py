@@ -303,7 +303,7 @@ def address(
     return int(facts[0])
 
 
-def empty_beside(a: Any, shape: tuple[int, int], dtype: str, machine: Any) -> Any:
+def empty_beside(a: Any, shape: tuple[int, ...], dtype: str, machine: Any) -> Any:
     """A new array on the GPU of `a`, of the same library: torch, CuPy, else Numba. Memory of torch
     and CuPy is of their own pools and in the order of their current stream."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")

@@ -21,6 +21,7 @@ ROOMS = (
     ("steps.kernels.parts",),
     ("steps.kernels.prefill", "steps.kernels.decode"),
     ("steps.kernels.between", "steps.kernels"),
+    ("steps.kernels.experts",),
     ("steps.stepNN",),
     ("steps.registry",),
     ("steps.compile",),

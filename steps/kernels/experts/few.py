@@ -1,0 +1,598 @@
+"""Few tokens times their experts: one launch streams the weights of the experts that ids name.
+
+What is new
+    Step 18 streams a matrix whose place is known when it is launched. Here ids on the GPU say which
+    matrices of E are read, by which tokens. Each thread block works that out for itself, in a
+    microsecond or less: it counts the tokens of each expert, adds the counts up, and has a list of
+    *groups*, an expert and up to eight tokens that chose it. Work is the same for every group, so
+    all thread blocks share it equally, and no host needs to know how many groups there are:
+
+        items           (group, pair of row tiles): thread block b of B has an equal share of them
+        steps of items  128 K of an item: warp w of W has an equal share of its thread block's
+
+            item       |      0      |      1      |      2      |
+            step       | 0 1 2 3 4 5 | 0 1 2 3 4 5 | 0 1 2 3 4 5 |
+            warp       | 0 0 0 0 1 1   1 1 2 2 2 2   3 3 3 3 ...
+
+    A warp writes the items that are its own. Of others it leaves its sums in shared memory, and
+    when all warps are done one of them adds these up, in the order of K.
+    A comes with the weights, in the same stage of the warp's ring: the rows of the group's tokens,
+    wherever they are.
+Why it should help
+    A weight is read once however many tokens chose its expert, and as many bytes are in flight as
+    in step 18. One token of 8 experts of 1536 x 2048 in Q4_0 is 14.2 MB: 3.4 us of an H200's
+    memory, and two until the first weights arrive, as ids come first.
+What it costs
+    A is read again for each pair of row tiles, from the L2: 2 KB at most beside 2.3 KB of weights.
+    Which warps share an item depends on how many groups there are. So a row of C has the same bits
+    in every run, but not beside other tokens.
+Machine code
+    UBLKCP and HMMA in the loop, no LDG; SHFL and ATOMS only before it.
+Prerequisites
+    Steps 14 (an equal share for every SM) and 18 (bulk copies, launches that overlap).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import FORMATS
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
+from qformats.storage import storage_format
+from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors, shared_memory
+from steps.instructions import (
+    bulk_copy,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    load_f32,
+    load_u32,
+    load_u32x2,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    shfl,
+    shfl_up,
+    store_f32,
+    store_u32,
+    store_u32x2,
+    store_u32x4,
+)
+from steps.kernels.decode.copies import PAD, ROW_BYTES
+from steps.kernels.decode.product import PAIR, product_a16
+from steps.kernels.experts import weighted
+from steps.kernels.experts.contract import (
+    ExpertsKernel,
+    ExpertsOperands,
+    ExpertsRequest,
+)
+from steps.kernels.experts.gates import GATE_OF
+from steps.kernels.experts.weighted import STORE
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.bias import LOAD_BIAS
+from steps.kernels.parts.weights.codes import tile_index
+from steps.kernels.parts.weights.storage_formats import tile_format
+
+WARP: Final = 32
+NAN: Final = math.nan
+COLUMNS: Final = (1, 2, 4, 8)
+"""Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
+
+MOST_SLOTS: Final = 1024
+"""Products of a token with an expert that a thread block looks at; more are another one's."""
+
+EXPERTS: Final = 128
+"""Kernels are compiled for multiples of so many experts."""
+
+CHUNK: Final = 16
+"""Bytes of the widest store."""
+
+H200_SHAPES: Final = ((16, 3), (16, 2), (8, 4), (8, 3), (8, 2), (4, 2))
+"""(warps, stages of each one's ring): the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a kernel is compiled for.
+
+    tokens    : of a group at most
+    warps     : of a thread block; stages: of a warp's ring
+    slot_bytes: of a stage: the packed tiles of a pair of row tiles, and the A of a group
+    experts   : places for counts
+    gate      : see `ExpertsRequest`
+    follows   : likewise
+    scaled    : whether tokens have scales
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    slot_bytes: int
+    experts: int
+    gate: str | None
+    follows: bool
+    scaled: bool
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from token to token of A."""
+        return ROW_BYTES + (PAD if self.tokens > 1 else 0)
+
+    @property
+    def bars_at(self) -> int:
+        """The byte where the mbarriers begin, one for each stage."""
+        return self.warps * self.stages * self.slot_bytes
+
+    @property
+    def sums_at(self) -> int:
+        """And where the sums of shared items begin: two for each warp, 8 floats a lane each."""
+        return self.bars_at + ceil_div(8 * self.warps * self.stages, 128) * 128
+
+    @property
+    def groups_at(self) -> int:
+        """And the list of groups: an expert; the place of its first token and how many they are."""
+        return self.sums_at + 2 * self.warps * SUM_BYTES
+
+    @property
+    def order_at(self) -> int:
+        """And the slots of all groups."""
+        return self.groups_at + (8 * MOST_SLOTS if self.tokens > 1 else 0)
+
+    @property
+    def ranks_at(self) -> int:
+        """And of each slot its number among those of its expert."""
+        return self.order_at + (4 * MOST_SLOTS if self.tokens > 1 else 0)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a thread block."""
+        return self.ranks_at + (4 * MOST_SLOTS if self.tokens > 1 else 0)
+
+
+SUMS: Final = 4 * PAIR
+SUM_BYTES: Final = 4 * WARP * SUMS
+
+
+# --- which experts, and which tokens --------------------------------------------------------------
+
+
+@cache
+def id_of(dtype: str) -> Any:
+    """expert(ids, slot, E) -> its number, or -1 for an id that is none."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_int32(ids, slot, E):
+        e = uint32(load_u32(ids, slot))
+        return int32(e) if e < uint32(E) else int32(-1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_int64(ids, slot, E):
+        low, high = load_u32x2(ids, slot)
+        return int32(low) if high == 0 and uint32(low) < uint32(E) else int32(-1)
+
+    return of_int32 if dtype == "int32" else of_int64
+
+
+@cache
+def router(how: Variant, of_ids: str) -> tuple[Any, Any, Any]:
+    """(route, locate, slot_at), device functions of a thread block with tables in shared memory.
+
+    route(smem, counts, totals, ids, base, n, E, t) -> groups
+        all threads: the list of groups of slots base to base + n. counts: shared int32[experts],
+        totals: shared int32[warps]
+    locate(smem, ids, base, group, E) -> (expert, the place of its first token, how many)
+    slot_at(smem, base, place) -> the slot of a token
+    """
+    threads, tokens, warps = WARP * how.warps, how.tokens, how.warps
+    groups_at, order_at, ranks_at = how.groups_at, how.order_at, how.ranks_at
+    expert = id_of(of_ids)
+
+    @cuda.jit(device=True, forceinline=True)
+    def route(smem, counts, totals, ids, base, n, E, t):
+        lane, warp = int32(t & 31), int32(t >> 5)
+        i = t
+        while i < E:
+            counts[i] = 0
+            i = int32(i + threads)
+        cuda.syncthreads()
+        # --- count the tokens of each expert
+        i = t
+        while i < n:
+            e = expert(ids, base + i, E)
+            if e >= 0:
+                store_u32(smem, ranks_at + 4 * i, uint32(cuda.atomic.add(counts, e, 1)))
+            i = int32(i + threads)
+        cuda.syncthreads()
+        # --- where its tokens and groups begin: a sum over the experts before it
+        so_far, begin = int32(0), int32(0)  # tokens, and 2^16 times groups
+        while begin < E:
+            e, count = int32(begin + t), int32(0)
+            if e < E:
+                count = int32(counts[e])
+            groups = int32(int32(count + tokens - 1) // tokens)
+            own = int32(count + (groups << 16))
+            x = own
+            for apart in (1, 2, 4, 8, 16):
+                y = shfl_up(x, apart)
+                if lane >= apart:
+                    x = int32(x + y)
+            if lane == 31:
+                totals[warp] = x
+            cuda.syncthreads()
+            first = int32(so_far + x - own)
+            for v in range(warps):
+                total = int32(totals[v])
+                if v < warp:
+                    first = int32(first + total)
+                so_far = int32(so_far + total)
+            if count > 0:
+                place = int32(first & 0xFFFF)
+                counts[e] = place
+                for j in range(groups):
+                    here = min(tokens, int32(count - tokens * j))
+                    found = uint32((place + tokens * j) | (here << 16))
+                    store_u32x2(smem, groups_at + 8 * ((first >> 16) + j), uint32(e), found)
+            begin = int32(begin + threads)
+            cuda.syncthreads()
+        # --- the slots of all groups in their order
+        i = t
+        while i < n:
+            e = expert(ids, base + i, E)
+            if e >= 0:
+                rank = int32(load_u32(smem, ranks_at + 4 * i))
+                store_u32(smem, order_at + 4 * (int32(counts[e]) + rank), uint32(base + i))
+            i = int32(i + threads)
+        cuda.syncthreads()
+        return int32(so_far >> 16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def locate(smem, ids, base, group, E):
+        e, found = load_u32x2(smem, groups_at + 8 * group)
+        return int32(e), int32(found & 0xFFFF), int32(found >> 16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def slot_at(smem, base, place):
+        return int32(load_u32(smem, order_at + 4 * place))
+
+    # one token: a group is a slot, also one of a repeated id, or of none
+    @cuda.jit(device=True, forceinline=True)
+    def route_one(smem, counts, totals, ids, base, n, E, t):
+        return n
+
+    @cuda.jit(device=True, forceinline=True)
+    def locate_one(smem, ids, base, group, E):
+        return expert(ids, base + group, E), group, int32(1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def slot_at_one(smem, base, place):
+        return int32(base + place)
+
+    return (route, locate, slot_at) if tokens > 1 else (route_one, locate_one, slot_at_one)
+
+
+# --- the end of an item ---------------------------------------------------------------------------
+
+
+@cache
+def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tuple[Any, Any, Any]:
+    """(load_scales, finished, write), device functions of a warp, whose lanes have the sums `acc`
+    of an item."""
+    tokens = how.tokens
+    columns = min(2, tokens)
+    quads = max(1, tokens // 2)  # of a quad's lanes: those with tokens of their own
+    load_bias, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, how.scaled
+    gated = how.gate is not None
+    gate_of = GATE_OF[how.gate or "silu"]
+    store = STORE[output]
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_scales(factors, row_scales, first, lane):
+        """Of rows g, g + 8, g + 16, g + 24 of an item whose rows begin at `first` of row_scales."""
+        for i in range(4):
+            factors[i] = load_f32(row_scales, first + (lane >> 2) + 8 * i)
+
+    @cuda.jit(device=True, forceinline=True)
+    def finished(acc, factors, token_scales, bias, e, n, N, rows, begins, lane):
+        """acc = sums times all scales, plus the bias. n: the item's first row; rows: of A, of the
+        lane's columns; begins: whether the sums are those of the beginning of K."""
+        for column in range(columns):
+            of_token = float32(1)
+            if scaled:
+                of_token = load_f32(token_scales, rows[column])
+            for i in range(4):
+                at = 2 * i + column
+                acc[at] = acc[at] * (factors[i] * float32(scale)) * of_token
+                if biased and begins:
+                    row = int32(n + (lane >> 2) + 8 * i)
+                    acc[at] += load_bias(bias, e * N + min(row, int32(N - 1)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(acc, c, slots, n, outputs, here, known, lane):
+        """Sums of an item to C. slots: of the lane's columns; n: the item's first output; known:
+        whether its expert is one."""
+        quad = int32(lane & 3)
+        for column in range(columns):
+            if quad < quads and quad * columns + column < here:
+                row = int64(slots[column]) * outputs
+                for i in range(2 if gated else 4):
+                    x = acc[2 * i + column]
+                    if gated:
+                        x = gate_of(x, acc[4 + 2 * i + column])
+                    if not known:
+                        x = float32(NAN)
+                    of_row = int32(n + (lane >> 2) + 8 * i)
+                    if of_row < outputs:
+                        store(c, row + of_row, x)
+
+    return load_scales, finished, write
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+@cache
+def kernel(
+    name: str, how: Variant, kind: str, output: str, of_ids: str, of_bias: str | None
+) -> Any:
+    """The kernel of a storage format. kind, output, of_ids, of_bias: dtypes of A, C, ids and bias
+    (None for none)."""
+    tokens, warps, stages, slot_bytes = how.tokens, how.warps, how.stages, how.slot_bytes
+    product = product_a16(name, kind, tokens)
+    places, multiply, finish = product.places, product.multiply, product.finish
+    route, locate, slot_at = router(how, of_ids)
+    load_scales, finished, write = end_of(how, output, of_bias, product.scale)
+    store = STORE[output]
+    expert = id_of(of_ids)
+    tile_bytes, threads, pitch = tile_format(name).tile_bytes, WARP * warps, how.pitch
+    weights = PAIR * tile_bytes
+    bars_at, sums_at, experts = how.bars_at, how.sums_at, how.experts
+    columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
+    wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
+
+    @cuda.jit(device=True, forceinline=True)
+    def locate_item(smem, ids, base, item, pairs, E):
+        group = int32(uint32(item) // uint32(pairs))
+        e, place, here = locate(smem, ids, base, group, E)
+        return e, place, here, int32(item - group * pairs)
+
+    @cuda.jit(device=True, forceinline=True)
+    def begin(smem, ids, base, item, k_tile, sizes, lane):
+        """The walk at a step of an item: (byte of the weights, K tile, row of A of the lane's
+        token, tokens, item)."""
+        k_tiles, pairs, row_tiles, E, _, _, chosen, _ = sizes
+        e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
+        tile = int64(max(e, 0)) * (row_tiles * k_tiles)
+        tile += tile_index(int32(PAIR * pair), k_tile, k_tiles)
+        row = int32(0)
+        if lane < here:
+            row = int32(uint32(slot_at(smem, base, int32(place + lane))) // uint32(chosen))
+        return tile * tile_bytes, k_tile, row, here, item
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue(smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, of_w, of_a):
+        """Issue the copies of a walk's step, of weights (of_w) and of A (of_a), if it is before
+        step `end` of item `last` -> the walk one step further."""
+        at, k_tile, row, here, item = walk
+        if item < last or (item == last and k_tile < end):
+            K = int32(a.shape[1])
+            size = int32(2 * min(TILE_K, int32(K - k_tile * TILE_K)))
+            if of_w and lane == 0:
+                mbarrier_arrive_expect(smem, bar, int32(weights + here * size))
+                bulk_copy(smem, slot, w, at, weights, smem, bar)
+            if of_a and lane < here:
+                to = int32(slot + weights + lane * pitch)
+                bulk_copy(smem, to, a, int64(row) * K + k_tile * TILE_K, size, smem, bar)
+                if size < ROW_BYTES:  # behind the end of A zeros: what lies there could be NaN
+                    zero, i = uint32(0), size
+                    while i < ROW_BYTES:
+                        store_u32x4(smem, to + i, zero, zero, zero, zero)
+                        i = int32(i + CHUNK)
+                    fence_proxy_async()  # before a copy of another step comes there
+            at, k_tile = at + TILE_GROUP * tile_bytes, int32(k_tile + 1)
+            if k_tile == sizes[0]:
+                k_tile, item = int32(0), int32(item + 1)
+                if item < last or (item == last and end > 0):
+                    at, k_tile, row, here, item = begin(
+                        smem, ids, base, item, int32(0), sizes, lane
+                    )
+        return at, k_tile, row, here, item
+
+    @cuda.jit(device=True, forceinline=True)
+    def owner(step, steps):
+        """The warp that has a step: the last one that begins at it or before."""
+        return int32(uint32(uint32(step + 1) * uint32(warps) - uint32(1)) // steps)
+
+    @cuda.jit(launch_bounds=(threads, 1))
+    def few(w, row_scales, a, token_scales, ids, bias, c, sizes):
+        """sizes: (K tiles, pairs of row tiles of an expert that have outputs, its row tiles, E, N,
+        outputs of a product, slots that share a row of A, all slots), int32."""
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        counts = cuda.shared.array(experts, int32)
+        totals = cuda.shared.array(warps, int32)
+        acc, factors = cuda.local.array(SUMS, float32), cuda.local.array(4, float32)
+        slots, rows = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        t = int32(cuda.threadIdx.x)
+        lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
+        k_tiles, pairs, row_tiles, E, N, outputs, chosen, all_slots = sizes
+        base = int32(MOST_SLOTS * cuda.blockIdx.y)
+        n = int32(min(MOST_SLOTS, int32(all_slots - base)))
+        ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * (8 * stages))
+        if lane == 0:
+            for s in range(stages):
+                mbarrier_init(smem, bars + 8 * s, 1)
+            fence_mbarrier_init()
+        cuda.syncwarp()
+        # Whoever is launched next may read ids before it waits: they are older than this launch.
+        if not follows:
+            griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+
+        # --- which experts, and which share of their work
+        groups = route(smem, counts, totals, ids, base, n, E, t)
+        block, blocks = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        items = uint32(groups * pairs)
+        first_item = int32(uint32(items * block) // blocks)
+        count = int32(int32(uint32(items * (block + uint32(1))) // blocks) - first_item)
+        steps = uint32(count * k_tiles)
+        u = int32(uint32(steps * uint32(warp)) // uint32(warps))
+        stop = int32(uint32(steps * uint32(warp + 1)) // uint32(warps))
+
+        # --- the first weights
+        item = int32(uint32(u) // uint32(k_tiles))
+        last = int32(uint32(stop) // uint32(k_tiles))
+        end = int32(stop - last * k_tiles)
+        k_tile = int32(u - item * k_tiles)
+        item, last = int32(item + first_item), int32(last + first_item)
+        walk = int64(0), k_tile, int32(0), int32(0), item
+        if u < stop:
+            walk = begin(smem, ids, base, item, k_tile, sizes, lane)
+        first = walk
+        for s in range(stages):
+            slot, bar = ring + s * slot_bytes, bars + 8 * s
+            walk = issue(
+                smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, True, not follows
+            )
+        if follows:
+            griddepcontrol_wait()
+            for s in range(stages):
+                slot, bar = ring + s * slot_bytes, bars + 8 * s
+                first = issue(
+                    smem, slot, bar, w, a, first, ids, base, last, end, sizes, lane, False, True
+                )
+
+        # --- slots without an expert
+        if tokens > 1:
+            i = int32(block)
+            while i < n:
+                if expert(ids, base + i, E) < 0:
+                    j = t
+                    while j < outputs:
+                        store(c, int64(base + i) * outputs + j, float32(NAN))
+                        j = int32(j + threads)
+                i = int32(i + int32(blocks))
+
+        # --- the stream
+        cuda.syncwarp()  # zeros behind the end of A
+        s, parity, quad = int32(0), int32(0), int32(lane & 3)
+        while u < stop:
+            e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
+            row = int32(PAIR * TILE_ROWS * pair)
+            load_scales(factors, row_scales, max(e, 0) * (row_tiles * TILE_ROWS) + row, lane)
+            for column in range(columns):
+                at = min(int32(quad * columns + column), int32(here - 1))
+                slots[column] = slot_at(smem, base, int32(place + at))
+                rows[column] = int32(uint32(slots[column]) // uint32(chosen))
+            for i in range(SUMS):
+                acc[i] = 0
+            offsets = places(lane, here, pitch)
+            begins, left = k_tile == 0, int32(min(int32(stop - u), int32(k_tiles - k_tile)))
+            ends = k_tile + left == k_tiles
+            u = int32(u + left)
+            while left > 0:
+                slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
+                mbarrier_wait(smem, bar, parity)
+                multiply(acc, smem, slot, int32(slot + weights), 0, offsets, here, lane)
+                cuda.syncwarp()
+                walk = issue(
+                    smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, True, True
+                )
+                left, s = int32(left - 1), int32(s + 1)
+                if s == stages:
+                    s, parity = int32(0), int32(parity ^ 1)
+            finish(acc)
+            finished(acc, factors, token_scales, bias, max(e, 0), row, N, rows, begins, lane)
+            if begins and ends:
+                write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
+            else:
+                to = sums_at + SUM_BYTES * (2 * warp + (1 if begins else 0)) + 4 * lane
+                for i in range(SUMS):
+                    store_f32(smem, to + 4 * WARP * i, acc[i])
+            item, k_tile = int32(item + 1), int32(0)
+
+        # --- items of several warps
+        cuda.syncthreads()
+        i = warp
+        while i < count:
+            v = owner(int32(i * k_tiles), steps)
+            until = owner(int32(int32(i + 1) * k_tiles - 1), steps)
+            if v < until:
+                e, place, here, pair = locate_item(smem, ids, base, first_item + i, pairs, E)
+                for column in range(columns):
+                    at = min(int32(quad * columns + column), int32(here - 1))
+                    slots[column] = slot_at(smem, base, int32(place + at))
+                at = sums_at + SUM_BYTES * (2 * v + 1) + 4 * lane
+                for j in range(SUMS):
+                    acc[j] = load_f32(smem, at + 4 * WARP * j)
+                while v < until:
+                    v = owner(int32(uint32(steps * uint32(v + 1)) // uint32(warps)), steps)
+                    at = sums_at + SUM_BYTES * (2 * v) + 4 * lane
+                    for j in range(SUMS):
+                        acc[j] += load_f32(smem, at + 4 * WARP * j)
+                write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
+            i = int32(i + warps)
+
+    return few
+
+
+# --- the launch -----------------------------------------------------------------------------------
+
+
+def variant(request: ExpertsRequest, scaled: bool) -> Variant:
+    """The first of `H200_SHAPES` that fits. ValueError where none does."""
+    stored_as = storage_format(FORMATS[request.format])
+    tokens = next((one for one in COLUMNS if one >= request.tokens), COLUMNS[-1])
+    experts = ceil_div(request.experts, EXPERTS) * EXPERTS
+    pitch = ROW_BYTES + (PAD if tokens > 1 else 0)
+    slot_bytes = PAIR * tile_format(stored_as.name).tile_bytes + tokens * pitch
+    for warps, stages in H200_SHAPES:
+        found = Variant(
+            tokens, warps, stages, slot_bytes, experts, request.gate, request.follows, scaled
+        )
+        if found.shared + 4 * (experts + warps) + 128 <= shared_memory():
+            return found
+    raise ValueError(f"{shared_memory()} bytes of shared memory are too few for experts")
+
+
+def launches(
+    request: ExpertsRequest, given: ExpertsOperands, machine: Machine, how: Variant | None = None
+) -> tuple[Launch, ...]:
+    """All launches: the pass that rounds float32 A, the product, and the sum over a token's
+    experts."""
+    activations = float16_rows(given.a, machine)
+    a, *scales = activations.arrays
+    name = storage_format(FORMATS[request.format]).name
+    how = how or variant(request, bool(scales))
+    c = given.out
+    if request.router is not None:
+        c = machine.empty((request.tokens, request.chosen, request.n), np.float32)
+    run = kernel(name, how, dtype_name(a), dtype_name(c), request.ids, request.bias)
+    pairs = ceil_div(request.n, PAIR * TILE_ROWS)
+    sizes = (
+        ceil_div(request.k, TILE_K), pairs, request.row_tiles, request.experts, request.n,
+        request.outputs, 1 if request.per_slot else request.chosen, request.slots,
+    )  # fmt: skip
+    unused = given.row_scales  # where there are no token scales, or no bias
+    args = (
+        given.packed, given.row_scales, a, scales[0] if scales else unused, given.ids,
+        unused if given.bias is None else given.bias, c, tuple(map(np.int32, sizes)),
+    )  # fmt: skip
+    grid = min(multiprocessors(), request.slots * pairs), ceil_div(request.slots, MOST_SLOTS)
+    own = Launch(run, grid, (WARP * how.warps,), args, how.shared, overlap=True)
+    if request.router is None:
+        return (*activations.launches, own)
+    return (*activations.launches, own, weighted.launch(c, given.router, given.out))
+
+
+KERNEL: Final = ExpertsKernel(
+    name="few",
+    title="experts of few tokens",
+    launches=launches,
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product: why
+)
