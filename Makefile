@@ -105,8 +105,8 @@ notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the firs
 		$(PY) -m pip install --quiet --disable-pip-version-check $$($(PY) -c "$$REQUIREMENTS" notebook))
 	@$(PY) -m jupyterlab steps/ladder.ipynb
 
-fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED= JOBS=], or one CASE=
-	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case JOBS:jobs)
+fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [COUNT= SEED= JOBS=], or one CASE=
+	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds COUNT:count SEED:seed CASE:case JOBS:jobs)
 
 LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
 # Files that import torch, also in tests/conftest.py.

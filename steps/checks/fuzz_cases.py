@@ -3,8 +3,8 @@
 A line holds all that a case is made of, so a failure is repeated by
 `python -m steps fuzz --case "<line>"` on any machine that can run the step.
 
-    work = drawn_work(rng, kernels, cc)         a kernel, a format, dtypes of A and C
-    cases = sharing(rng, work, simulated, 32)   products that share weights, of that work
+    some = works(kernels, cc)                   kernels, formats, dtypes of A and C
+    cases = sharing(rng, work, simulated, 32)   products that share weights, of one of them
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.storage import storage_format
 from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
 from steps.checks.cases import require_depth
@@ -180,31 +181,48 @@ def cases(
 ) -> Iterator[FuzzCase]:
     """Cases without end, small ones where there is no GPU (`cc`). As many as `count` follow each
     other that differ in A and in calls alone."""
-    require_work(steps, cc)
+    some = works(steps, cc)
+    numbers = sorted({work.step for work in some})
     rng = np.random.default_rng(seed)
     while True:
-        yield from sharing(rng, drawn_work(rng, steps, cc), cc is None, count)
+        number, lesson = _one(rng, numbers), int(rng.random() < LESSONS)
+        own = [work for work in some if work.step == number]
+        own = [work for work in own if work.lesson == lesson] or own
+        yield from sharing(rng, _one(rng, own), cc is None, count)
 
 
-def require_work(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> None:
-    """UsageError where none of the kernels runs on such a GPU."""
+def works(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> list[FuzzCase]:
+    """What the kernels and their lessons multiply on such a GPU: each kernel, family, format and
+    dtypes, as a case without a shape. UsageError where there is nothing."""
     select(steps, ALL_FORMATS, None, cc)
+    return [
+        FuzzCase(one.number, family, name, 1, 1, 1, a, c, lesson=lesson)
+        for step in steps
+        for lesson, one in enumerate([step] if find(step.number) is step else _both(step))
+        for family in one.families
+        for name in one.formats
+        for c in one.outputs
+        if one.supports(name, family, cc, c) is None
+        for a in inputs(one, family)
+    ]
 
 
-def drawn_work(
-    rng: np.random.Generator, steps: Sequence[Kernel], cc: tuple[int, int] | None
-) -> FuzzCase:
-    """A kernel, format and dtypes, as a case without a shape."""
-    while True:
-        step = _one(rng, steps)
-        lesson = int(find(step.number) is not step and rng.random() < LESSONS)
-        step = find(step.number) if lesson else step
-        family, name, output = (
-            _one(rng, some) for some in (step.families, step.formats, step.outputs)
-        )
-        if step.supports(name, family, cc, output) is None:
-            reads = _one(rng, inputs(step, family))
-            return FuzzCase(step.number, family, name, 1, 1, 1, reads, output, lesson=lesson)
+def _both(step: Kernel) -> list[Kernel]:
+    """An engineered kernel and its lesson."""
+    return [step, find(step.number)]
+
+
+def dealt(works: Sequence[FuzzCase], index: int, hands: int, seed: int) -> list[FuzzCase]:
+    """What one of some processes multiplies. All works with the same code are in one hand, so that
+    no kernel is compiled twice; where there are more hands than that, some hold the same."""
+    alike: dict[Any, list[FuzzCase]] = {}
+    for work in works:
+        stored = storage_format(FORMATS[work.format]).name
+        key = (work.step, work.lesson, work.family, stored, work.a, work.c)
+        alike.setdefault(key, []).append(work)
+    groups = list(alike.values())
+    np.random.default_rng(seed).shuffle(groups)
+    return [work for group in groups[index % len(groups) :: hands] for work in group]
 
 
 def sharing(

@@ -1,9 +1,13 @@
 """Fuzzing on a GPU by several processes: hundreds of products for each kernel that is compiled.
 
-A kernel takes seconds to compile and a product milliseconds. So each process compiles for at most
-half of its time, and then draws cases of the works that it has kernels for. Kernels that the cache
-has cost nothing. Weights are shared by `SHARED` cases, and float64 products are the GPU's. A case
-that is wrong so is judged again by itself, by NumPy.
+A kernel takes seconds to compile and a product milliseconds. So each process has works of its own,
+whose kernels no other compiles. It compiles for at most half of its time, and less where products
+come too slowly for their number, and then draws cases of the works that it has kernels for. Kernels
+that the cache has cost nothing. Weights are shared by `SHARED` cases, and float64 products are the
+GPU's. A case that is wrong so is judged again by itself, by NumPy.
+
+Processes take GPUs in turns. What one has there at a time is bounded by what cases may be
+(`fuzz_cases.GPU_WEIGHTS` and others), less than 1 GB beside CUDA's own.
 
 A process that ends before its time, or does not end at all, is told with the case that it was at.
 """
@@ -26,7 +30,7 @@ import numpy as np
 from steps.checks import fuzz
 from steps.checks.float64 import products_launch
 from steps.checks.fuzz import Spent, Weights
-from steps.checks.fuzz_cases import FuzzCase, drawn_work, require_work, sharing
+from steps.checks.fuzz_cases import FuzzCase, dealt, sharing, works
 from steps.compile import kernel_cache
 from steps.compile.compiler import architecture, compiled, signature_of
 from steps.product.choice import Choice, Request
@@ -40,6 +44,9 @@ DRAWN: Final = 96
 
 COMPILING: Final = 0.5
 """The most of its time that a process compiles."""
+
+AHEAD: Final = 0.1
+"""The share of the time in which a process compiles however few products there are."""
 
 LAST: Final = 15.0
 """Seconds before the end, from when on nothing is compiled."""
@@ -67,23 +74,66 @@ class Totals:
     wrong: int = 0
 
 
-def fuzz_on_gpu(
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When processes are done: at a time of `monotonic`, or after so many products of all together.
+    left: how many are still to be made, a shared integer; None where there is no such number."""
+
+    seconds: float
+    until: float
+    count: int = 0
+    left: Any = None
+
+    def take(self) -> bool:
+        """Whether one more product is to be made, which counts from now on."""
+        if self.left is None:
+            return not self.is_over()
+        with self.left.get_lock():
+            if self.is_over():
+                return False
+            self.left.value -= 1
+        return True
+
+    def is_over(self) -> bool:
+        return monotonic() >= self.until or (self.left is not None and self.left.value <= 0)
+
+    def is_behind(self) -> bool:
+        """Whether there are fewer products than there should be by now."""
+        if self.left is None:
+            return False
+        gone = 1 - (self.until - LAST - monotonic()) / max(1.0, self.seconds - LAST)
+        return bool(self.count - self.left.value < self.count * (gone - AHEAD) / (1 - AHEAD))
+
+
+def gpus_of(cc: tuple[int, int]) -> list[int]:
+    """The numbers of all GPUs of a compute capability."""
+    from numba import cuda
+
+    return [int(gpu.id) for gpu in cuda.gpus if tuple(gpu.compute_capability) == tuple(cc)]
+
+
+def fuzz_on_gpus(
     numbers: Sequence[int],
     seed: int,
     seconds: float,
+    count: int | None,
     processes: int,
+    gpus: Sequence[int],
     cc: tuple[int, int],
     tell: Tell,
     report: Callable[[Totals], None] = lambda _: None,
 ) -> Totals:
-    """Random products of some steps, by number. tell: is called with the line of a wrong case and
-    what is wrong. report: with what there is so far, twice a second."""
-    require_work([kernel_of(number) for number in numbers], cc)
+    """Random products of some steps, by number. count: the most products, None for as many as there
+    are in that time. tell: is called with the line of a wrong case and what is wrong. report: with
+    what there is so far, twice a second."""
+    works([kernel_of(number) for number in numbers], cc)  # or a UsageError, once
     some = np.zeros((1, 1, 1))  # for the kernel that all processes launch
     launch = products_launch(some[0], some, some)
     compiled(launch.kernel, signature_of(launch.args), architecture(cc))
-    until = monotonic() + seconds
-    return supervised(_work, (tuple(numbers), seed, until), processes, until + LATE, tell, report)
+    left = None if count is None else get_context("spawn").Value("q", count)
+    goal = Goal(seconds, monotonic() + seconds, count or 0, left)
+    arguments = (tuple(numbers), seed, processes, tuple(gpus), goal)
+    return supervised(_work, arguments, processes, goal.until + LATE, tell, report)
 
 
 def supervised(
@@ -176,13 +226,26 @@ class _one_thread_each:
 
 
 def _work(
-    index: int, line: Any, pipe: Any, numbers: tuple[int, ...], seed: int, until: float
+    index: int,
+    line: Any,
+    pipe: Any,
+    numbers: tuple[int, ...],
+    seed: int,
+    processes: int,
+    gpus: tuple[int, ...],
+    goal: Goal,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    from numba import cuda
+
     from steps.driver.machines import Gpu
 
     try:
-        worker = Worker(Gpu(), numbers, [seed, index], until, line, pipe.send)
+        cuda.select_device(gpus[index % len(gpus)])
+        machine = Gpu()
+        some = works([kernel_of(number) for number in numbers], machine.cc)
+        own = dealt(some, index, processes, seed)
+        worker = Worker(machine, own, [seed, index], goal, line, pipe.send)
         try:
             worker.run()
         finally:
@@ -196,19 +259,20 @@ def _work(
 
 
 class Worker:
-    """Draws cases and multiplies them, until the time is up or the GPU's context is lost."""
+    """Draws cases of some works and multiplies them, until the goal is met or the GPU's context is
+    lost."""
 
     def __init__(
         self,
         machine: Any,
-        numbers: Sequence[int],
+        works: Sequence[FuzzCase],
         seed: Sequence[int],
-        until: float,
+        goal: Goal,
         line: Any,
         send: Callable[[tuple[Any, ...]], None],
     ) -> None:
-        self._machine, self._until, self._line, self._send = machine, until, line, send
-        self._kernels = [kernel_of(number) for number in numbers]
+        self._machine, self._goal, self._line, self._send = machine, goal, line, send
+        self._works = works
         self._rng = np.random.default_rng(list(seed))
         self._spent, self._told, self._begin = Spent(), monotonic(), monotonic()
         self._compiled = 0.0
@@ -223,12 +287,12 @@ class Worker:
             some = self._next_cases()
             weights = None
             for case in some:
-                if self._is_over():
+                if self._lost or not self._goal.take():
                     break
+                self._is_at(case)
                 if weights is None:
                     with self._spent.on("drawing"):
                         weights = Weights(case, self._machine, on_machine=True)
-                self._is_at(case)
                 if not self._is_right(case, weights):
                     weights = None  # a kernel may have changed them
                 if monotonic() - self._told > TOLD:
@@ -241,11 +305,13 @@ class Worker:
         self._spent.clear()
 
     def _is_over(self) -> bool:
-        return self._lost or monotonic() >= self._until
+        return self._lost or self._goal.is_over()
 
     def _may_compile(self) -> bool:
         now = monotonic()
-        return self._compiled <= COMPILING * (now - self._begin) and now < self._until - LAST
+        if now >= self._goal.until - LAST or self._goal.is_behind():
+            return False
+        return self._compiled <= COMPILING * (now - self._begin)
 
     def _is_at(self, case: FuzzCase) -> None:
         self._line.value = str(case).encode()[: LONGEST - 1]
@@ -253,15 +319,13 @@ class Worker:
     def _next_cases(self) -> list[FuzzCase]:
         """Cases that can run and share weights: of another work, or while there is no time to
         compile of one that has kernels."""
-        if self._open and not self._may_compile():
-            work = self._open[int(self._rng.integers(len(self._open)))]
-        else:
-            work = drawn_work(self._rng, self._kernels, self._machine.cc)
-        some: list[FuzzCase] = []
+        some = self._open if self._open and not self._may_compile() else self._works
+        work = some[int(self._rng.integers(len(some)))]
+        found: list[FuzzCase] = []
         for case in sharing(self._rng, work, self._machine.cc is None, DRAWN):
-            if len(some) < SHARED and not self._is_over() and self._can_run(case, work):
-                some.append(case)
-        return some
+            if len(found) < SHARED and not self._is_over() and self._can_run(case, work):
+                found.append(case)
+        return found
 
     def _can_run(self, case: FuzzCase, work: FuzzCase) -> bool:
         """Whether there are kernels for a case: known, kept on disk, or compiled now. At the first

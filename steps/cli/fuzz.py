@@ -1,6 +1,6 @@
-"""The command `fuzz`: random products until the time is up, or one that is named.
+"""The command `fuzz`: random products until the time is up or there are enough, or one by its line.
 
-On a GPU several processes multiply (`steps.checks.fuzz_workers`), in the simulator this one. Each
+On GPUs several processes multiply (`steps.checks.fuzz_workers`), in the simulator this one. Each
 wrong case is told with the line that repeats it.
 """
 
@@ -19,7 +19,7 @@ from results.render import table
 from steps.checks import fuzz as fuzzer
 from steps.checks import fuzz_cases
 from steps.checks.fuzz_cases import FuzzCase
-from steps.checks.fuzz_workers import Tell, Totals, fuzz_on_gpu
+from steps.checks.fuzz_workers import Tell, Totals, fuzz_on_gpus, gpus_of
 from steps.cli.arguments import MachineOf, machines, steps_of
 from steps.registry import kernel_of
 
@@ -34,8 +34,9 @@ def fuzz(args: Namespace) -> int:
     seed = random.randrange(10**6) if args.seed is None else args.seed
     wrong: list[tuple[str, list[str]]] = []
     cc = None if why_not else machine(0).cc
-    jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
+    jobs = args.jobs or os.cpu_count() or 1
     many = cc is not None and args.case is None
+    gpus = gpus_of(cc)[:jobs] if cc is not None and many else []
     start = time.monotonic()
     with _telling(args, wrong) as (tell, progress):
 
@@ -46,14 +47,15 @@ def fuzz(args: Namespace) -> int:
 
         if cc is None or args.case is not None:
             one = None if args.case is None else FuzzCase.parse(args.case)
-            totals = _here(numbers, seed, args.seconds, machine, one, cc, tell)
+            totals = _here(numbers, seed, args.seconds, args.count, machine, one, cc, tell)
         else:
-            totals = fuzz_on_gpu(numbers, seed, args.seconds, jobs, cc, tell, report)
+            many_of = (numbers, seed, args.seconds, args.count, jobs, gpus, cc)
+            totals = fuzz_on_gpus(*many_of, tell, report)
     took = time.monotonic() - start
     if args.json:
         facts = {"machine": name, "products": totals.products, "seconds": round(took, 1)}
         facts |= {"seed": seed, "wrong": totals.wrong, "processes": jobs if many else 1}
-        facts |= {"kernels": len(totals.kernels), "spent": dict(totals.spent)}
+        facts |= {"gpus": len(gpus), "kernels": len(totals.kernels), "spent": dict(totals.spent)}
         print(json.dumps({**facts, "cases": dict(wrong)}, indent=1))
         return 1 if totals.wrong else 0
     if totals.wrong > MOST:
@@ -65,9 +67,10 @@ def fuzz(args: Namespace) -> int:
         print(f"{jobs} processes: {shares}")
         of = f" of {len(totals.kernels)} kernels"
     what = "products" if args.case is None else "case"
+    where = f"{len(gpus)} of the {name}" if len(gpus) > 1 else f"the {name}"
     seeded = "" if args.case is not None else f", SEED={seed}"
     print(
-        f"{totals.products} {what}{of} on the {name} in {took:.0f} s{seeded}: "
+        f"{totals.products} {what}{of} on {where} in {took:.0f} s{seeded}: "
         f"{totals.wrong or 'none'} wrong"
     )
     return 1 if totals.wrong else 0
@@ -94,6 +97,7 @@ def _here(
     numbers: list[int],
     seed: int,
     seconds: float,
+    count: int | None,
     machine: MachineOf,
     one: FuzzCase | None,
     cc: tuple[int, int] | None,
@@ -108,6 +112,6 @@ def _here(
         if found:
             totals.wrong += 1
             tell(str(case), found)
-        if lost or time.monotonic() - start >= seconds:
+        if lost or time.monotonic() - start >= seconds or totals.products == count:
             break
     return totals

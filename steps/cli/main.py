@@ -250,7 +250,8 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _count("--seconds", "how long (default 60)", default=60),
         _option("--seed", type=_seed, help="of the cases (default: another each time)"),
         _option("--case", metavar="LINE", help="this one alone, as a failure names it"),
-        _count("--jobs", "processes on a GPU (default: three of four cores)"), JSON,
+        _count("--count", "the most products (default: as many as there is time for)"),
+        _count("--jobs", "processes, which share all GPUs (default: one for each core)"), JSON,
     )),
     "tune": ("tune:tune", "time the steps at many M, by which gemm chooses", (
         STEPS, *DATA, _path("--run", "take the times of this run.json; needs no GPU"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from numba import cuda
 
 from steps.checks import fuzz, fuzz_workers
-from steps.checks.fuzz_cases import FuzzCase
-from steps.checks.fuzz_workers import Totals, Worker, supervised
+from steps.checks.fuzz_cases import FuzzCase, dealt, works
+from steps.checks.fuzz_workers import Goal, Totals, Worker, gpus_of, supervised
 from steps.driver import machines
 from steps.driver.machines import Simulator
-from steps.registry import ladder
+from steps.registry import kernel_of, ladder
 from tests.checks.pretended import pretend
 
 
@@ -53,21 +56,25 @@ def test_an_error_of_a_process_is_told_where_it_was(monkeypatch: Any) -> None:
     def ended(status: int) -> None:
         raise Exited
 
+    chosen: list[int] = []
     monkeypatch.setattr(machines, "Gpu", no_gpu)
+    monkeypatch.setattr(cuda, "select_device", chosen.append)
     monkeypatch.setattr(fuzz_workers.os, "_exit", ended)
     monkeypatch.setattr(fuzz_workers.signal, "signal", lambda *_: None)
     sent: list[tuple[Any, ...]] = []
     line, pipe = SimpleNamespace(value=b"case 7"), SimpleNamespace(send=sent.append)
     with pytest.raises(Exited):
-        fuzz_workers._work(0, line, pipe, (1,), 0, time.monotonic() + 60)
+        fuzz_workers._work(8, line, pipe, (1,), 0, 12, (4, 5, 7), Goal(60, time.monotonic() + 60))
+    assert chosen == [7]
     (kind, at, (sentence,)), end = sent
     assert (kind, at, end) == ("wrong", "case 7", ("end",))
     assert re.match(r"RuntimeError: no CUDA GPU can be used here \(.*workers\.py:\d+\)", sentence)
 
 
 def _worker(seconds: float, sent: list[tuple[Any, ...]], line: Any = None) -> Worker:
-    line, until = line or SimpleNamespace(value=b""), time.monotonic() + seconds
-    return Worker(Simulator(), [1, 16], [0, 1], until, line, sent.append)
+    line, goal = line or SimpleNamespace(value=b""), Goal(seconds, time.monotonic() + seconds)
+    some = works([kernel_of(number) for number in (1, 16)], None)
+    return Worker(Simulator(), some, [0, 1], goal, line, sent.append)
 
 
 def test_a_worker_counts_its_products_and_its_seconds(monkeypatch: Any) -> None:
@@ -114,8 +121,10 @@ class Pretended(Simulator):
     cc = (9, 0)
 
 
-def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
-    """What is on disk is used at once; a kernel is asked for once."""
+@pytest.mark.parametrize("count", [0, 3000])
+def test_a_worker_compiles_for_half_of_its_time(count: int, monkeypatch: Any) -> None:
+    """Or for less, where products would be too few. What is on disk is used at once; a kernel is
+    asked for once."""
     clock, asked, compilations, judged = [0.0], [], [], []
     code = SimpleNamespace(cubin=b"code")
 
@@ -129,7 +138,7 @@ def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
         return code
 
     def is_right(case: FuzzCase, *_: Any) -> tuple[list[str], bool]:
-        clock[0] += 0.02
+        clock[0] += 0.05 if count else 0.02
         judged.append(case)
         return [], False
 
@@ -138,12 +147,34 @@ def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
     monkeypatch.setattr(fuzz_workers, "compiled", compiled)
     monkeypatch.setattr(fuzz_workers, "Weights", lambda *_, **__: None)
     monkeypatch.setattr(fuzz, "judged", is_right)
-    numbers = [step.number for step in ladder()]
+    some = works([kernel_of(step.number) for step in ladder()], (9, 0))
     line, sent = SimpleNamespace(value=b""), []
-    Worker(Pretended(), numbers, [0, 1], 200, line, sent.append).run()
-    assert 9 <= len(compilations) <= 14, "a product of some kernels needs two"
-    assert len(judged) > 300 * len(compilations)
+    left = get_context("spawn").Value("q", count) if count else None
+    Worker(Pretended(), some, [0, 1], Goal(200, 200, count, left), line, sent.append).run()
+    if count:
+        assert len(judged) == count, "and no more"
+        assert 3 <= len(compilations) <= 7, "150 s of 200 multiply"
+    else:
+        assert 9 <= len(compilations) <= 14, "a product of some kernels needs two"
+        assert len(judged) > 300 * len(compilations)
+        assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) > 5
     assert len(asked) == len(set(asked)), "asking takes long"
-    assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) > 5
     assert {c.k for c in judged} != {judged[0].k}
     assert sent
+
+
+def test_all_works_are_dealt_and_no_kernel_twice() -> None:
+    some = works([kernel_of(step.number) for step in ladder()], (9, 0))
+    hands = [dealt(some, index, 64, 7) for index in range(64)]
+    assert sorted(str(work) for hand in hands for work in hand) == sorted(map(str, some))
+    assert len({work.step for work in hands[0]}) > 1
+    one = next(work for work in some if (work.step, work.format) == (13, "q4_1"))
+    also = replace(one, format="q4_k")  # stored as q4_1
+    assert [one in hand for hand in hands] == [also in hand for hand in hands]
+    assert all(dealt(some[:1], index, 64, 7) == some[:1] for index in range(64))
+
+
+def test_processes_take_gpus_of_one_kind(monkeypatch: Any) -> None:
+    three = [SimpleNamespace(id=i, compute_capability=cc) for i, cc in enumerate([(9, 0), (8, 0)])]
+    monkeypatch.setattr(cuda, "gpus", [*three, SimpleNamespace(id=2, compute_capability=(9, 0))])
+    assert gpus_of((9, 0)) == [0, 2]

@@ -140,6 +140,8 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
     assert cli.main(["fuzz", "1", "2", "--seconds", "1", "--seed", "3"]) == 0
     told = capsys.readouterr().out
     assert re.fullmatch(r"\d+ products on the simulator in \d+ s, SEED=3: none wrong\n", told)
+    assert cli.main(["fuzz", "1", "--count", "2", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.startswith("2 products on the simulator")
     line = "step=1 family=A16 format=q4_0 m=2 n=5 k=32"
     monkeypatch.setattr(fuzz, "complaints", lambda *_: ["all of it is wrong"])
     assert cli.main(["fuzz", "--case", line]) == 1
@@ -153,8 +155,9 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
 def _pretended_gpu(monkeypatch, wrong: int, stop: bool = False) -> None:
     """A GPU on which processes find some wrong cases."""
 
-    def fuzz_on_gpu(numbers, seed, seconds, jobs, cc, tell, report) -> Totals:
-        assert (list(numbers), seed, seconds, jobs, cc) == ([1, 2], 3, 60, 5, (9, 0))
+    def fuzz_on_gpus(numbers, seed, seconds, count, jobs, gpus, cc, tell, report) -> Totals:
+        assert (list(numbers), seed, seconds, count) == ([1, 2], 3, 60, 1000)
+        assert (jobs, gpus, cc) == (5, [0, 2], (9, 0))
         for i in range(wrong):
             tell(f"step={i}", ["is off", "hides it"])
         if stop:
@@ -165,10 +168,11 @@ def _pretended_gpu(monkeypatch, wrong: int, stop: bool = False) -> None:
 
     gpu = SimpleNamespace(cc=(9, 0))
     monkeypatch.setattr(fuzz_command, "machines", lambda _: ("H9", lambda _: gpu, None))
-    monkeypatch.setattr(fuzz_command, "fuzz_on_gpu", fuzz_on_gpu)
+    monkeypatch.setattr(fuzz_command, "gpus_of", lambda cc: [0, 2])
+    monkeypatch.setattr(fuzz_command, "fuzz_on_gpus", fuzz_on_gpus)
 
 
-FUZZ = ["fuzz", "1", "2", "--seed", "3", "--jobs", "5"]
+FUZZ = ["fuzz", "1", "2", "--seed", "3", "--jobs", "5", "--count", "1000"]
 
 
 def test_fuzz_on_a_gpu_says_how_much_and_what_took_its_time(capsys, monkeypatch) -> None:
@@ -177,7 +181,7 @@ def test_fuzz_on_a_gpu_says_how_much_and_what_took_its_time(capsys, monkeypatch)
     told = capsys.readouterr()
     assert told.out.splitlines() == [
         "5 processes: compiling 75%, judging 25%",
-        "1000 products of 2 kernels on the H9 in 0 s, SEED=3: none wrong",
+        "1000 products of 2 kernels on 2 of the H9 in 0 s, SEED=3: none wrong",
     ]
     assert told.err == "", "no line of progress in a pipe"
 
@@ -189,10 +193,11 @@ def test_fuzz_tells_some_wrong_cases_and_counts_all(capsys, monkeypatch) -> None
     assert told.startswith('step=0\n  is off\n  hides it\n  again: make fuzz CASE="step=0"\n')
     assert told.count("again: ") == fuzz_command.MOST == 50
     assert "\n... and 10 more\n" in told
-    assert told.endswith(" on the H9 in 0 s, SEED=3: 60 wrong\n")
+    assert told.endswith(" on 2 of the H9 in 0 s, SEED=3: 60 wrong\n")
     assert cli.main([*FUZZ, "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert (facts["products"], facts["kernels"], facts["wrong"]) == (1000, 2, 60)
+    assert facts["gpus"] == 2
     assert facts["spent"] == {"judging": 30.0, "compiling": 90.0}
     assert facts["cases"]["step=59"] == ["is off", "hides it"]
 
