@@ -235,9 +235,9 @@ def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) ->
         return 9 * FLOAT32_ROUNDOFF**2
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336,
-        # which leaves room for other orders. Beyond K = 33777 a sum of K / 32 blocks may lose more:
-        # as below, with blocks for terms.
-        rounded = max(1e-11, 16 / 6 * (k / BLOCK) * FLOAT32_ROUNDOFF**2)
+        # which leaves room for other orders. Sums of very many blocks may lose more, and so may few
+        # outputs: as below, with blocks for terms.
+        rounded = max(1e-11, 16 / 6 * (k / BLOCK) * FLOAT32_ROUNDOFF**2 * few)
         # Minima may be added by tensor cores, once in 128 K. These truncate: errors have one sign,
         # and their sum grows with K, not with its root. Measured: 4.6e-13 and 4.5e-12 at K = 4096
         # and 14336, a tenth of (u K / 128)^2. Twice that, and more where outputs are few.

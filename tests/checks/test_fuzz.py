@@ -375,6 +375,22 @@ def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
     assert "row 0 (plain) is off by" in _far_off(case, kernel_of(15), problem.blocks, given, far)[0]
 
 
+def test_outputs_of_weights_that_are_alike_are_one() -> None:
+    """So 31 of them may be off by as much as one."""
+    line = "step=15 family=A8 format=q5_1 m=8 n=31 k=3008 a=bfloat16 data=llm weights=most"
+    case = FuzzCase.parse(f"{line} seed=474691 w=603202")
+    problem = case.problem()
+    given, blocks = problem.a, problem.blocks
+    wanted = same_operands_a16(given, blocks)
+    c = both_tokens(Tokens.of_values(given), blocks)[0]
+    for m in range(case.m):
+        one = np.s_[m : m + 1]
+        assert not _far_off(case, kernel_of(15), blocks, given[one], c[one])
+    off = wanted[:1] + 8 * float(np.abs(c - wanted).max())
+    (found,) = _far_off(case, kernel_of(15), blocks, given[:1], off)
+    assert found.startswith("row 0 (plain) is off by ")
+
+
 def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:
     """A scale and a sum of float16 part by up to 2^-11 each, in all blocks by the same."""
     case = FuzzCase(2, "A8", "q4_1", 1, 64, 6176, rows="ones")

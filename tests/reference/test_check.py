@@ -36,6 +36,7 @@ from reference.bfloat16 import rounded_to_bfloat16
 from reference.exact import pack_block
 from reference.limits import CLASSICAL, WEIGHT_NMSE
 from reference.operands import Operands
+from reference.product import both
 from reference.recipes import complaint
 
 checking = importlib.import_module("reference.check")  # reference.check is its function
@@ -392,9 +393,60 @@ def test_limits_say_where_they_come_from() -> None:
                 assert family == "A8" or low < WEIGHT_NMSE[distribution][name]
     assert limits(Problem(64, 512, 1024, "q4_0"), "A8").nmse_same_operands == 1e-11
     deep = limits(Problem(64, 512, 160000, "q4_0"), "A8")  # a sum of 5000 blocks
-    assert deep.nmse_same_operands == pytest.approx(16 / 6 * 5000 * 2.0**-48)
+    few = 1 + 2 * (12 / (64 * 512)) ** 0.5 + 24 / (64 * 512)
+    assert deep.nmse_same_operands == pytest.approx(16 / 6 * 5000 * 2.0**-48 * few)
     small = limits(Problem(1, 5, 96, "q4_0"), "A16")
     assert small.nmse_float is None
+
+
+def _summed_by_blocks(problem: Problem, q81: Q81) -> tuple[np.ndarray, np.ndarray]:
+    """(C [1, 1], its terms), as a thread adds one block of Q8_0 after the other in float32."""
+    levels = FORMATS["q8_0"].levels(problem.blocks).reshape(-1, 32).astype(np.int64)
+    dots = (levels * q81.q.reshape(-1, 32)).sum(axis=1).astype(np.float32)
+    terms = problem.blocks["d"][0].astype(np.float32) * q81.d[0].astype(np.float32) * dots
+    return np.cumsum(terms, dtype=np.float32)[-1:].reshape(1, 1), terms
+
+
+@pytest.mark.parametrize(("k", "seed"), [(160000, 8), (160000, 9), (160000, 1), (16384, 70)])
+def test_one_output_may_lose_what_its_sum_does_but_not_a_block(k: int, seed: int) -> None:
+    """The first two and the last lose more than sums of many outputs do; one is near zero."""
+    problem = Problem(1, 1, k, "q8_0", "normal", seed)
+    q81 = Q81.of_values(problem.a)
+    c, terms = _summed_by_blocks(problem, q81)
+    assert check(c, problem, "A8", q81).ok
+    assert "nmse" in check(c - terms[77], problem, "A8", q81).failures
+    rough = c + np.float32(2e-4 * float(np.mean(terms**2) * terms.size) ** 0.5)
+    assert "nmse" in check(rough, problem, "A8", q81).failures, "2e-4 of what sums come to"
+
+
+def test_few_outputs_that_cancel_may_lose_what_others_do() -> None:
+    """Each output by itself, of weights rounded to float16: also where it is near zero."""
+    problem = Problem(96, 96, 256, "q8_0", "normal", 2)
+    used = Halves.of_values(problem.a)
+    a, w = used.values().astype(np.float64), dequantize(problem.blocks).astype(np.float64)
+    c = (a @ w.astype(np.float16).astype(np.float64).T).astype(np.float32)
+    same, size = both(used, problem.blocks)
+    allowed = limits(problem, "A16", "f16_weights", (1, 1)).nmse_same_operands
+    wrong = 0
+    for m, n in np.ndindex(96, 96):
+        one = np.s_[m : m + 1, n : n + 1]
+        most = allowed * checking._cancellation(size[one], same[one], 256)
+        assert nmse(c[one], same[one]) <= most, (m, n)
+        off = c[one] + 2e-2 * float(np.mean(same**2)) ** 0.5  # a hundred times what rounding costs
+        wrong += nmse(off, same[one]) > most
+    assert wrong > 0.9 * c.size
+    assert checking._cancellation(size, same, 256) == 1
+
+
+def test_int8_weights_of_more_than_127_quanta_are_not_exact() -> None:
+    """IQ4_XS has 254: the scale of such a row is no power of two, and three roundings are left."""
+    problem = Problem(2, 600, 256, "iq4_xs", "integer", 74524)
+    tokens = Tokens.of_values(problem.a)
+    right = both_tokens(tokens, problem.blocks)[0]
+    c = right.astype(np.float32)
+    assert (c != right).any()
+    assert check(c, problem, "A8", tokens).ok
+    assert check(c * np.float32(1 + 2**-21), problem, "A8", tokens).failures == ("nmse",)
 
 
 # --- misuse ---------------------------------------------------------------------------------------
