@@ -377,7 +377,7 @@ def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
 
 def test_outputs_of_weights_that_are_alike_are_one() -> None:
     """So 31 of them may be off by as much as one."""
-    line = "step=15 family=A8 format=q5_1 m=8 n=31 k=3008 a=bfloat16 data=llm weights=most"
+    line = "step=15 family=A8 format=q5_1 m=35 n=31 k=3008 a=bfloat16 data=llm weights=most"
     case = FuzzCase.parse(f"{line} seed=474691 w=603202")
     problem = case.problem()
     given, blocks = problem.a, problem.blocks
