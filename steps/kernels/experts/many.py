@@ -1,0 +1,448 @@
+"""Mixtures of experts, many tokens: one persistent wgmma launch over the tiles of all experts.
+
+    C[p] = A[p // S] @ dequantize(W[e])[N, K]^T         of each position p of expert e
+
+What is new
+    The kernel of `steps.kernels.prefill.wgmma_float16`, whose producers also find their tile: the
+    positions of an expert are cut into tiles (`routing` has sorted them), and each thread block
+    counts the tiles of all experts, so that no list of them is made and the host knows nothing. The
+    rows of A of a tile lie anywhere, and no tensor map gathers on compute capability 9.0. So the
+    four warps of the producer copy 16 bytes a lane, each row where its token is, to where a tensor
+    map would have left them.
+
+        offsets  0        300  300         520       positions of experts 0, 1, 2
+        tiles    [128][128][44]  [128][92]           each times the tiles along N
+
+    cp.async does not report bytes to an mbarrier. A thread waits for its own copies of the stage
+    before the last `BEHIND`, makes them known to wgmma, and then its warp arrives: so copies of
+    some stages are always in flight, and a stage is announced while the next ones are issued.
+Why it should help
+    A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
+    until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
+    once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
+    weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP
+    and tiles of 128 rows multiply 1.25 times as many: 560 us at 690 TFLOPS.
+What it costs
+    The copies of A are instructions of four warps, 16 a lane and stage of 128 tokens. A pass that
+    sorts A first would write and read 134 MB at 4096 tokens: 60 us.
+Machine code
+    HGMMA with its A from registers, LDGSTS.BYPASS.128, UBLKCP, no spills.
+Prerequisites
+    Step 14, `routing` and `scatter`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import erfc, sqrt
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import FORMATS
+from qformats.repack import CHUNK_HALVES, KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
+from qformats.storage import StorageFormat, storage_format
+from steps.contract import (
+    Launch,
+    Machine,
+    ceil_div,
+    dtype_name,
+    multiprocessors,
+    shared_memory,
+)
+from steps.instructions import (
+    BOX_K,
+    barrier_arrive,
+    barrier_sync,
+    bulk_copy,
+    cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    load_u32,
+    mbarrier_arrive,
+    mbarrier_init,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    shfl_up,
+    store_f32,
+    store_u16,
+    swizzled_descriptor,
+    wgmma_wait,
+    zeros_f32,
+)
+from steps.kernels.experts import routing, weighted
+from steps.kernels.experts.contract import (
+    GROUP_ROWS,
+    ExpertsKernel,
+    ExpertsOperands,
+    ExpertsRequest,
+)
+from steps.kernels.experts.scatter import scatter
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.half_tile import WARPGROUP
+from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
+from steps.kernels.prefill.wgmma_products import half_stage
+from steps.kernels.prefill.wgmma_tiles import H200_TILE_END, float16_stage_cycles
+
+TOKENS: Final = (16, 32, 48, 64, 80, 96, 112, 128)  # of a tile
+WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
+CONSUMERS: Final = WARPGROUPS * WARPGROUP
+CONSUMER_WARPS: Final = CONSUMERS // 32
+PRODUCER_WARPS: Final = WARPGROUP // 32
+HALF: Final = 64 * WARPGROUPS  # features of an accumulator half of all warpgroups
+STAGES: Final = 8  # of the ring, at most
+STAGGER: Final = 2  # stages by which the first warpgroup begins before the other
+REGISTERS: Final = (232, 40)  # of consumers and producers: 2 x 232 + 40 are the 504 of 3 x 168
+CHUNKS: Final = TILE_K // CHUNK_HALVES  # 16-byte chunks of a token in a stage
+ROWS_AT_ONCE: Final = WARPGROUP // CHUNKS  # that the producers copy together
+BOX_ROW: Final = 2 * BOX_K  # bytes
+
+
+@cache
+def kernel(
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, gate: str | None,
+    tile: tuple[int, int], stages: int, stagger: int,
+) -> tuple[Any, int]:  # fmt: skip
+    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    (features, tokens) and a ring of `stages`, the first warpgroup `stagger` of them before the
+    other; its shared memory in bytes without the tables of experts, `table_bytes`). scaled: tokens
+    have scales. gate: of a tile of 256 rows of W 128 are gates and 128 their ups, and C has what
+    `GATE_OF` makes of them."""
+    (bn, bm), form = tile, half_stage(fmt.name, kind)
+    load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
+    acc_halves, is_gated = bn // HALF, gate is not None
+    to_floats = output == "float32"
+    behind = min(2, stages - 2)  # stages whose copies are in flight when one is announced
+    features = HALF if is_gated else bn  # of C
+    # from the weights of a warp's first half to those of its second, and to the next warp's first
+    acc_half_bytes, warp_bytes = CONSUMER_WARPS * tile_bytes, tile_bytes
+    if is_gated:  # row tiles of gates and ups in turn
+        acc_half_bytes, warp_bytes = tile_bytes, 2 * tile_bytes
+    box_bytes, w_bytes = BOX_ROW * bm, bn // TILE_ROWS * tile_bytes
+    a_bytes, weights_at = 2 * box_bytes, stages * 2 * box_bytes
+    group_bytes = TILE_GROUP * tile_bytes
+    first_barrier = weights_at + stages * w_bytes
+    ring = mbarrier_ring(stages, first_barrier)
+    next_stage, wait_empty, expect = ring.next_stage, ring.wait_empty, ring.expect
+    full, wait_full, release = ring.full, ring.wait_full, ring.release
+    area_at = ceil_div(ring.end, 128) * 128
+    staged = 32
+    if area_at + WARPGROUPS * 2 * BOX_ROW * staged + MOST_TABLE_BYTES > shared_memory():
+        staged = 16
+    end = scatter(bm, area_at, staged, output, scaled, of_bias, gate)
+    load_features, sums, gated, store = end.load_features, end.sums, end.gated, end.store
+    sources_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4  # of int32: source[bm], then
+    offsets_at = sources_at + bm  # offsets[E + 1], first_tile[E + 1]
+    n_acc, no_sums = bm // 2, zeros_f32(bm // 2)
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    copies_of_all, copies_of_all_but = cp_async_wait(0), cp_async_wait(behind)
+    inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
+    stagger_barrier, producer_barrier = 1 + WARPGROUPS, 2 + WARPGROUPS  # behind those of `store`
+
+    @cuda.jit(device=True, forceinline=True)
+    def count_tiles(tables, offsets, experts, t):
+        """By all threads: the offsets, and first_tile[e], the tiles of the experts before e."""
+        first_tile_at = offsets_at + experts + 1
+        for e in range(t, experts + 1, CONSUMERS + WARPGROUP):
+            tables[offsets_at + e] = int32(load_u32(offsets, e))
+        cuda.syncthreads()
+        if t < 32:
+            each = int32(uint32(experts + 31) // uint32(32))
+            begin, own = int32(t * each), int32(0)
+            last = int32(min(begin + each, experts))
+            for e in range(begin, last):
+                count = tables[offsets_at + e + 1] - tables[offsets_at + e]
+                own = int32(own + int32(uint32(count + bm - 1) // uint32(bm)))
+            before = own
+            for i in range(5):
+                other = shfl_up(before, int32(1 << i))
+                before = int32(before + (other if t >= 1 << i else 0))
+            if t == 31:
+                tables[first_tile_at + experts] = before
+            before = int32(before - own)
+            for e in range(begin, last):
+                tables[first_tile_at + e] = before
+                count = tables[offsets_at + e + 1] - tables[offsets_at + e]
+                before = int32(before + int32(uint32(count + bm - 1) // uint32(bm)))
+        cuda.syncthreads()
+
+    @cuda.jit(device=True, forceinline=True)
+    def find(tables, tile_id, tiles_n, experts):
+        """(expert, first of its rows, how many there are, first feature) of a tile."""
+        first_tile_at = offsets_at + experts + 1
+        of_rows = int32(uint32(tile_id) // uint32(tiles_n))
+        low, high = int32(0), int32(experts)  # first_tile[low] <= of_rows < first_tile[high]
+        while high - low > 1:
+            middle = int32((low + high) >> 1)
+            if tables[first_tile_at + middle] <= of_rows:
+                low = middle
+            else:
+                high = middle
+        first = tables[offsets_at + low] + (of_rows - tables[first_tile_at + low]) * bm
+        there = min(tables[offsets_at + low + 1] - first, bm)
+        n0 = (tile_id - of_rows * tiles_n) * features
+        return (
+            int32(shfl(low, 0)),
+            int32(shfl(int32(first), 0)),
+            int32(shfl(int32(there), 0)),
+            int32(shfl(int32(n0), 0)),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_weights(memory, to, w, expert, n0, step, steps, groups, barrier):
+        """One thread: the packed tiles of a tile of C, of one step of 128 K. Where features are
+        beyond the expert it copies its last group."""
+        own = int32(uint32(n0) // uint32(HALF)) * (bn // features)
+        for i in range(bn // GROUP_ROWS):
+            group = int32(expert * groups + min(int32(own + i), int32(groups - 1)))
+            source = (int64(group) * steps + step) * group_bytes
+            bulk_copy(memory, to + i * group_bytes, w, source, group_bytes, memory, barrier)
+
+    @cuda.jit(device=True, forceinline=True)
+    def find_sources(tables, rows, first, there, slots, own):
+        """By the producers: source[r], the row of A of row r of a tile, -1 beyond the tile."""
+        barrier_sync(producer_barrier, WARPGROUP)  # nobody loads those of the tile before
+        if own < bm:
+            source = int32(-1)
+            if own < there:
+                source = int32(uint32(load_u32(rows, int32(first + own))) // uint32(slots))
+            tables[sources_at + own] = source
+        barrier_sync(producer_barrier, WARPGROUP)
+
+    @cuda.jit(device=True, forceinline=True)
+    def announce(memory, stage, lane):
+        """The copies of this warp into a stage have arrived."""
+        fence_proxy_async()
+        cuda.syncwarp()
+        if lane == 0:
+            mbarrier_arrive(memory, full(stage))
+
+    @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
+    def experts_many(a, w, row_scales, token_scales, bias, c, rows, offsets, sizes):
+        """c[p] = a[p // S] @ dequantize(w[e])[N, K]^T for the positions p of all experts e; rows
+        and offsets of `routing`, w of qformats.repack.tiles, those of the experts one after the
+        other. sizes: E, steps of 128 K, groups of 128 rows of an expert, S (1 where each position
+        has a row of A), and N of c[P, N]."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)
+        tables = cuda.shared.array(0, int32, alignment=1024)
+        experts, steps, groups, slots, N = sizes
+        t = int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
+        if t == 0:
+            for i in range(stages):  # full: the copies of weights, and each producer warp
+                mbarrier_init(memory, first_barrier + BARRIER_BYTES * i, 1 + PRODUCER_WARPS)
+                mbarrier_init(memory, first_barrier + BARRIER_BYTES * (stages + i), CONSUMER_WARPS)
+            fence_mbarrier_init()
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
+        count_tiles(tables, offsets, experts, t)
+        tiles_n = int32(uint32(N + features - 1) // uint32(features))
+        tiles_c = int32(tables[offsets_at + 2 * experts + 1] * tiles_n)
+        stage, parity, tile_id = int32(0), int32(0), int32(cuda.blockIdx.x)
+        if warp >= CONSUMER_WARPS:
+            dec_registers()
+            k_there = int32(a.shape[1])
+            own = int32(t - CONSUMERS)
+            row, chunk = int32(own >> 4), int32(own & (CHUNKS - 1))
+            destination = (chunk >> 3) * box_bytes + row * BOX_ROW + ((chunk ^ row) & 7) * 16
+            oldest, pending = int32(0), int32(0)  # of the stages that are not announced yet
+            while tile_id < tiles_c:
+                expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
+                find_sources(tables, rows, first, there, slots, own)
+                for step in range(steps):
+                    wait_empty(memory, stage, parity)
+                    if warp == CONSUMER_WARPS and lane == 0:
+                        expect(memory, stage, w_bytes)
+                        to = weights_at + stage * w_bytes
+                        copy_weights(memory, to, w, expert, n0, step, steps, groups, full(stage))
+                    cuda.syncwarp()
+                    k = int32(step * TILE_K + chunk * CHUNK_HALVES)
+                    to = stage * a_bytes + destination
+                    for i in range(0, bm, ROWS_AT_ONCE):
+                        # Rows beyond the tile, and K beyond A, where the weights are zeros, become
+                        # zeros: 0 * NaN would be NaN.
+                        source = tables[sources_at + row + i]
+                        size = uint32(16 if source >= 0 and k < k_there else 0)
+                        at = int64(source) * k_there + k
+                        cp_async_16_zfill(memory, to + i * BOX_ROW, a, at, size)
+                    cp_async_commit()
+                    if pending == behind:
+                        copies_of_all_but()
+                        announce(memory, oldest, lane)
+                        oldest = int32(0 if oldest == stages - 1 else oldest + 1)
+                    else:
+                        pending = int32(pending + 1)
+                    stage, parity = next_stage(stage, parity)
+                tile_id = int32(tile_id + cuda.gridDim.x)
+            copies_of_all()
+            while pending > 0:
+                announce(memory, oldest, lane)
+                oldest = int32(0 if oldest == stages - 1 else oldest + 1)
+                pending = int32(pending - 1)
+            return
+
+        inc_registers()
+        others_begin = int32(-1)  # the other warpgroup begins after this step of the first tile
+        if stagger and tile_id < tiles_c:
+            if warp < WARPGROUP // 32:
+                others_begin = int32(min(stagger, steps) - 1)
+            else:
+                barrier_sync(stagger_barrier, CONSUMERS)
+        previous = int32(0)
+        while tile_id < tiles_c:
+            expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
+            acc, acc1, step = no_sums(), no_sums(), int32(0)  # of both accumulator halves
+            while True:
+                wait_full(memory, stage, parity)
+                at = weights_at + stage * w_bytes + warp * warp_bytes
+                b = swizzled_descriptor(memory, stage * a_bytes)
+                # as in `steps.kernels.prefill.wgmma_float16`
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                if acc_halves == 2:
+                    lower1 = load(memory, at + acc_half_bytes, lane, 0)
+                    acc1 = wait_for_all_but_one(acc1)
+                else:
+                    acc = wait_for_all_but_one(acc)
+                acc = multiply(acc, lower, b)
+                acc = wait_for_all_but_one(acc)
+                # the stage before has been multiplied
+                release(memory, previous, lane == 0 and step > 0)
+                if acc_halves == 2:
+                    acc1 = multiply(acc1, lower1, b)
+                    upper1 = load(memory, at + acc_half_bytes, lane, 1)
+                    acc1 = wait_for_all_but_one(acc1)
+                acc = multiply(acc, upper, b + box_bytes // 16)
+                if acc_halves == 2:
+                    acc = wait_for_all_but_one(acc)
+                    acc1 = multiply(acc1, upper1, b + box_bytes // 16)
+                if stagger and step == others_begin:
+                    barrier_arrive(stagger_barrier, CONSUMERS)
+                previous = stage
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+                if step == steps:
+                    break
+            others_begin = int32(-1)
+            acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
+            release(memory, previous, lane == 0)
+            n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
+            x, of_tokens = (
+                cuda.local.array(n_acc, float32),
+                (token_scales, rows, first, there, slots),
+            )
+            sums(x, acc, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
+            if is_gated:
+                y = cuda.local.array(n_acc, float32)
+                sums(y, acc1, load_features(row_scales, bias, expert, n, groups, N, 1), of_tokens)
+                gated(x, y)
+            store(x, c, rows, first, there, n, N)
+            if acc_halves == 2 and not is_gated:
+                z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
+                sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
+                store(z, c, rows, first, there, n, N)
+            tile_id = int32(tile_id + cuda.gridDim.x)
+
+        # rows without an expert are NaN
+        i, positions = int32(tables[offsets_at + experts] + cuda.blockIdx.x), int32(rows.shape[0])
+        while i < positions:
+            begin = int64(load_u32(rows, i)) * N
+            for n in range(t, N, CONSUMERS):
+                if to_floats:
+                    store_f32(c, begin + n, float32(np.nan))
+                else:
+                    store_u16(c, begin + n, uint32(0x7FFF))
+            i = int32(i + cuda.gridDim.x)
+
+    return experts_many, 4 * offsets_at
+
+
+MOST_TABLE_BYTES: Final = 8 * 1025 + 512
+
+
+def table_bytes(experts: int) -> int:
+    """Bytes of shared memory for the offsets and first tiles of so many experts."""
+    return 8 * (experts + 1)
+
+
+def expected_tiles(rows: float, bm: int) -> float:
+    """Tiles of bm rows of an expert that has `rows` of them on average, where tokens choose at
+    random: the sum of how likely it is to have more than 0, bm, 2 bm ... rows (as of a normal
+    distribution)."""
+    deviation, found, j = sqrt(2 * max(rows, 1e-9)), 0.0, 0
+    while (more := erfc((j * bm + 0.5 - rows) / deviation) / 2) > 1e-6 or j * bm < rows:
+        found, j = found + more, j + 1
+    return found
+
+
+def tile_tokens(bits: int, rows: float, bn: int, steps: int) -> int:
+    """The tokens of a tile with which an expert of `rows` rows should take the fewest cycles."""
+
+    def cycles(bm: int) -> float:
+        each = steps * float16_stage_cycles(bits, bn, bm) + H200_TILE_END
+        return expected_tiles(rows, bm) * each
+
+    return min(TOKENS, key=cycles)
+
+
+def launches(
+    request: ExpertsRequest, given: ExpertsOperands, machine: Machine
+) -> tuple[Launch, ...]:
+    """All launches: the pass that rounds float32 A, the routing, the product, and the sum over a
+    token's experts."""
+    activations = float16_rows(given.a, machine)
+    of_rows, of_offsets = routing.sizes(request.slots, request.experts)
+    rows, offsets = machine.empty(*of_rows), machine.empty(*of_offsets)
+    c = given.out
+    if request.router is not None:
+        c = machine.empty((request.tokens, request.chosen, request.n), np.float32)
+    return (
+        *activations.launches,
+        routing.launch(given.ids, rows, offsets),
+        product(request, given, activations.arrays, rows, offsets, c),
+        *(() if request.router is None else [weighted.launch(c, given.router, given.out)]),
+    )
+
+
+def product(
+    request: ExpertsRequest, given: ExpertsOperands, activations: tuple[Any, ...], rows: Any,
+    offsets: Any, c: Any,
+) -> Launch:  # fmt: skip
+    """The launch of the products alone, of what `routing` made of the ids."""
+    stored_as, (a, *scales) = storage_format(FORMATS[request.format]), activations
+    steps, groups = ceil_div(request.k, TILE_K), request.row_tiles // TILE_GROUP
+    bn = 2 * HALF if request.n > HALF or request.gate else HALF
+    bm = tile_tokens(stored_as.bits, request.slots / request.experts, bn, steps)
+    kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
+    stages = STAGES
+
+    def made(stages: int) -> tuple[Any, int]:
+        run, shared_bytes = kernel(stored_as, *kinds, (bn, bm), stages, min(STAGGER, stages - 2))
+        return run, shared_bytes + table_bytes(request.experts)
+
+    while made(stages)[1] > shared_memory():
+        stages -= 1
+    run, shared_bytes = made(stages)
+    slots = 1 if request.per_slot else request.chosen
+    sizes = tuple(map(np.int32, (request.experts, steps, groups, slots, request.outputs)))
+    unused = given.row_scales  # where there are no token scales, or no bias
+    args = (
+        a, given.packed, given.row_scales, scales[0] if scales else unused,
+        unused if given.bias is None else given.bias, c, rows, offsets, sizes,
+    )  # fmt: skip
+    grid = (multiprocessors(),)
+    return Launch(run, grid, (CONSUMERS + WARPGROUP,), args, shared_bytes, overlap=True)
+
+
+KERNEL: Final = ExpertsKernel(
+    name="many",
+    title="experts of many tokens",
+    launches=launches,
+    formats=KNOWN,
+    max_cc=(9, 0),  # others have no wgmma, later ones neither
+)

@@ -1,0 +1,129 @@
+"""Routing: the rows of C in the order of their experts, and where the rows of each expert begin.
+
+A row of C is a *position* p = S t + s: slot s of token t. `ids` says which expert multiplies it. A
+counting sort puts the positions of each expert side by side, in their own order:
+
+    ids      2  0 | 2  1 | 0  2            three tokens, two slots
+    rows     1  4 | 3    | 0  2  5         positions by expert
+    offsets  0      2      3        6      where those of experts 0, 1, 2 begin; the end of the last
+
+What is new
+    A thread block for each expert, and one launch. A block reads all ids and counts those that are
+    less than its own and those that are equal: the first count is where its rows begin. Then it
+    writes its rows. Blocks share nothing, so there are no atomics, and the order is always the
+    same. An id out of range counts as one expert more, behind the last: rows[offsets[E]:] have
+    none.
+Why it should help
+    32768 ids are 128 KB, which an SM reads from the L2 in 2 us; with 128 experts an SM has one
+    block. A sort by passes of digits takes several launches and memory between them.
+What it costs
+    Every block reads all ids: with 512 experts four times as much for an SM.
+Prerequisites
+    Step 16 (sums by shuffles) and 14 (launches that overlap).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, int32, uint32
+
+from steps.contract import Launch
+from steps.instructions import (
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    load_u32,
+    load_u32x2,
+    shfl_xor,
+    store_u32,
+)
+
+WARPS: Final = 16
+IN_FLIGHT: Final = 8
+"""Loads of a thread before the first is used."""
+THREADS: Final = 32 * WARPS
+EVERY_LANE: Final = 0xFFFFFFFF
+
+
+@cache
+def kernel(of_ids: str) -> Any:
+    """The kernel for ids of dtype "int32" or "int64"."""
+    at_once = 32 * IN_FLIGHT
+    wide = of_ids == "int64"
+
+    @cuda.jit(device=True, forceinline=True)
+    def expert_of(ids, position, count, experts):
+        """The expert of a position; `experts` where it has none, experts + 1 beyond the last."""
+        at = min(position, int32(count - 1))
+        if wide:
+            low, high = load_u32x2(ids, at)
+            found = low if high == 0 else uint32(EVERY_LANE)
+        else:
+            found = load_u32(ids, at)
+        expert = int32(found) if uint32(found) < uint32(experts) else experts
+        return int32(expert if position < count else experts + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def sum_of_warp(x):
+        for i in range(5):
+            x = int32(x + shfl_xor(x, int32(1 << i)))
+        return x
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def route(ids, rows, offsets):
+        """rows, offsets of ids[T, S], see the module; int32 rows[T S], offsets[E + 1]. Thread block
+        e has the rows of expert e, the last one those of none."""
+        griddepcontrol_launch_dependents()
+        counts = cuda.shared.array((2, WARPS), int32)
+        experts, count = int32(offsets.shape[0] - 1), int32(rows.shape[0])
+        own, t = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+        warp, lane = int32(t >> 5), int32(t & 31)
+        loaded = cuda.local.array(IN_FLIGHT, int32)
+        part = int32(uint32(count + WARPS * at_once - 1) // uint32(WARPS * at_once) * at_once)
+        begin = int32(warp * part)
+        end = int32(min(begin + part, count))
+        griddepcontrol_wait()
+        less = equal = int32(0)
+        for first in range(begin, end, at_once):
+            for i in range(IN_FLIGHT):
+                loaded[i] = expert_of(ids, int32(first + 32 * i + lane), count, experts)
+            for i in range(IN_FLIGHT):
+                less = int32(less + (1 if loaded[i] < own else 0))
+                equal = int32(equal + (1 if loaded[i] == own else 0))
+        less, equal = sum_of_warp(less), sum_of_warp(equal)
+        if lane == 0:
+            counts[0, warp], counts[1, warp] = less, equal
+        cuda.syncthreads()
+        start = next_row = int32(0)
+        for i in range(WARPS):
+            start = int32(start + counts[0, i])
+            next_row = int32(next_row + (counts[1, i] if i < warp else 0))
+        if t == 0:
+            offsets[own] = start
+        next_row = int32(next_row + start)
+        if equal > 0:
+            before = uint32((1 << lane) - 1)
+            for first in range(begin, end, at_once):
+                for i in range(IN_FLIGHT):
+                    loaded[i] = expert_of(ids, int32(first + 32 * i + lane), count, experts)
+                for i in range(IN_FLIGHT):
+                    here = uint32(cuda.ballot_sync(EVERY_LANE, loaded[i] == own))
+                    if loaded[i] == own:
+                        place = int32(next_row + cuda.popc(here & before))
+                        store_u32(rows, place, uint32(first + 32 * i + lane))
+                    next_row = int32(next_row + cuda.popc(here))
+
+    return route
+
+
+def launch(ids: Any, rows: Any, offsets: Any) -> Launch:
+    """rows and offsets of ids[T, S], int32 or int64, T S of them at least one; see the kernel."""
+    blocks = offsets.shape[0]
+    return Launch(kernel(str(ids.dtype)), (blocks,), (THREADS,), (ids, rows, offsets), overlap=True)
+
+
+def sizes(positions: int, experts: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """((shape, dtype) of rows, (shape, dtype) of offsets)."""
+    return ((positions,), np.int32), ((experts + 1,), np.int32)

@@ -1,0 +1,301 @@
+"""Experts of many tokens: the sort of positions by expert, and products against the same operands
+in float64, of any routing, in the simulator and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats.repack import tiles
+from reference import Bfloats, Halves, Problem
+from reference.bfloat16 import bfloat16_bits, bfloat16_values
+from reference.limits import bound
+from reference.product import both
+from steps.compile.compiler import machine_code, signature_of
+from steps.contract import array_dtype
+from steps.driver.machines import Gpu, Simulator
+from steps.kernels.experts import many, routing
+from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
+from steps.kernels.experts.gates import gated
+
+GUARD = 128
+"""Values on each side of C that no kernel may touch: its address stays a multiple of 16."""
+ROUNDOFF = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+OPERANDS = {"float32": "f16_weights", "float16": "f16_weights", "bfloat16": "bf16_weights"}
+
+
+@pytest.fixture
+def few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a thread block has several tiles."""
+    monkeypatch.setattr(many, "multiprocessors", lambda: 3)
+
+
+# --- the sort -------------------------------------------------------------------------------------
+
+
+def sorted_by_numpy(ids: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+    key = np.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
+    rows = np.argsort(key, kind="stable")
+    return rows, np.searchsorted(key[rows], np.arange(experts + 1))
+
+
+def check_routing(ids: np.ndarray, experts: int, machine: Any) -> None:
+    rows = machine.array(np.full(ids.size + 8, -7, np.int32))
+    offsets = machine.array(np.full(experts + 9, -7, np.int32))
+    machine.run(routing.launch(machine.array(ids), rows[: ids.size], offsets[: experts + 1]))
+    wanted, begin = sorted_by_numpy(ids, experts)
+    np.testing.assert_array_equal(machine.host(rows), [*wanted, *[-7] * 8])
+    np.testing.assert_array_equal(machine.host(offsets), [*begin, *[-7] * 8])
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "dtype"),
+    [((1, 1), 1, "int32"), ((37, 3), 5, "int64"), ((700, 7), 3, "int32"), ((2, 2), 40, "int32")],
+)
+def test_positions_by_expert(shape: tuple[int, int], experts: int, dtype: str) -> None:
+    rng = np.random.default_rng(experts)
+    ids = rng.integers(-1, experts, shape, endpoint=True).astype(dtype)
+    if dtype == "int64":
+        ids[0] = 1 << 32, -(1 << 63), 1  # the lower half of the first is expert 0
+    check_routing(ids, experts, Simulator(1))
+
+
+@pytest.mark.gpu
+def test_positions_by_expert_on_a_gpu() -> None:
+    machine, rng = Gpu(), np.random.default_rng(0)
+    for shape, experts in (((4096, 8), 512), ((9999, 7), 128), ((1, 1), 1), ((511, 4), 32)):
+        for dtype in ("int32", "int64"):
+            ids = rng.integers(-1, experts, shape, endpoint=True).astype(dtype)
+            check_routing(ids, experts, machine)
+    check_routing(np.zeros((4096, 8), np.int32), 128, machine)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def routed(how: str, request: ExpertsRequest) -> np.ndarray:
+    """ids[T, S]: at random with some out of range; all tokens the same; most of them the last."""
+    rng = np.random.default_rng(request.tokens)
+    shape, experts = (request.tokens, request.chosen), request.experts
+    if how == "same":
+        ids = np.broadcast_to(np.arange(request.chosen) % experts, shape)
+    elif how == "skewed":
+        ids = np.where(rng.random(shape) < 0.7, experts - 1, rng.integers(0, experts, shape))
+    else:
+        ids = rng.integers(-1, experts, shape, endpoint=True)
+    return ids.astype(request.ids)
+
+
+def float64_of(x: np.ndarray) -> np.ndarray:
+    return (bfloat16_values(x) if x.dtype == np.uint16 else x).astype(np.float64)
+
+
+class Case:
+    """The operands of a request, what C is in float64, and how far off it may be."""
+
+    def __init__(
+        self, request: ExpertsRequest, how: str = "random", distribution: str = "normal"
+    ) -> None:
+        r, rng = request, np.random.default_rng(5)
+        self.request, self.exact, self.ids = r, distribution == "integer", routed(how, request)
+        problems = [
+            Problem(r.a_rows, r.n, r.k, r.format, distribution, e, r.a) for e in range(r.experts)
+        ]
+        self.blocks = [problem.blocks for problem in problems]
+        self.a = problems[0].given
+        operands = Bfloats(problems[0].a) if r.a == "bfloat16" else Halves.of_values(self.a)
+        self.bias = self.router = None
+        if r.bias:
+            self.bias = rng.standard_normal((r.experts, r.n)).astype(np.float32)
+            self.bias = (
+                bfloat16_bits(self.bias) if r.bias == "bfloat16" else self.bias.astype(r.bias)
+            )
+        if r.router:
+            self.router = rng.random((r.tokens, r.chosen)).astype(r.router)
+        y, off = (np.full((r.slots, r.outputs), np.nan) for _ in range(2))
+        rows, ids = np.arange(r.slots) // (1 if r.per_slot else r.chosen), self.ids.reshape(-1)
+        for e, blocks in enumerate(self.blocks):
+            own = ids == e
+            if not own.any():
+                continue
+            same, size = both(operands.rows(rows[own]), blocks)
+            error = bound("A16", r.k, size, OPERANDS[r.a])
+            if self.bias is not None:
+                same = same + float64_of(self.bias[e])
+                error = error + 2.0**-23 * np.abs(same)
+            if r.gate:
+                same, error = gate_of(r.gate, same, error)
+            y[own], off[own] = same, error
+        want, error = (x.reshape(r.tokens, r.chosen, r.outputs) for x in (y, off))
+        if self.router is not None:
+            weights = self.router.astype(np.float64)[..., None]
+            error = (error * weights).sum(1) + 2.0**-20 * (np.abs(want) * weights).sum(1)
+            want = (want * weights).sum(1)
+        self.want, self.off = want, error + ROUNDOFF[r.c] * (np.abs(want) + error) + 2.0**-25
+
+    def launches(self, machine: Any) -> tuple[Any, Any]:
+        """(the launches, C between its guards)"""
+        r = self.request
+        packed, scales = zip(*map(tiles, self.blocks), strict=True)
+        size = self.want.size
+        around = np.full(size + 2 * GUARD, 7, array_dtype(r.c))
+        around[GUARD:-GUARD] = np.nan if r.c != "bfloat16" else 0x7FC0
+        guarded = machine.array(around)
+        out = guarded[GUARD : GUARD + size].reshape(*self.want.shape)
+        given = [np.concatenate(packed), np.concatenate(scales), self.a, self.ids]
+        packed, scales, a, ids = (machine.array(np.ascontiguousarray(x)) for x in given)
+        bias, router = (None if x is None else machine.array(x) for x in (self.bias, self.router))
+        operands = ExpertsOperands(packed, scales, a, ids, out, bias, router)
+        return many.launches(r, operands, machine), guarded
+
+    def check(self, machine: Any) -> np.ndarray:
+        launches, guarded = self.launches(machine)
+        for launch in launches:
+            machine.run(launch)
+        around = machine.host(guarded)
+        assert (around[:GUARD] == 7).all()
+        assert (around[-GUARD:] == 7).all()
+        c = around[GUARD:-GUARD]
+        got = float64_of(c).reshape(self.want.shape)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(self.want))
+        there = ~np.isnan(self.want)
+        if self.exact:
+            rounded = self.want.astype(np.float32)
+            if self.request.c == "bfloat16":
+                rounded = bfloat16_values(bfloat16_bits(rounded))
+            rounded = rounded.astype(np.float16) if self.request.c == "float16" else rounded
+            np.testing.assert_array_equal(got[there], rounded.astype(np.float64)[there])
+        assert (np.abs(got - self.want)[there] <= self.off[there]).all()
+        return c
+
+
+def gate_of(name: str, same: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a gate makes of products, and how far off it may be: its slope is below 1.2."""
+    (gate, up), (off_gate, off_up) = (
+        x.reshape(len(x), -1, 2, 16).transpose(2, 0, 1, 3).reshape(2, len(x), -1)
+        for x in (same, error)
+    )
+    y = gated(name, gate, up)
+    slope = 1.2 * (np.abs(up) + 1) * off_gate + (np.abs(gate) + 1) * off_up
+    return y, slope + 1.2 * off_gate * off_up + 2.0**-19 * np.abs(y)
+
+
+SMALL = ExpertsRequest("q4_0", 21, 2, 3, 200, 288, "float16", "float16")
+"""Three experts, ragged along N and K, of 14 rows on average."""
+
+NARROW = replace(SMALL, a="bfloat16", c="bfloat16", format="q5_1", n=72, k=160, ids="int64")
+CASES = {
+    "float16": (SMALL, "random"),
+    "bfloat16, rows of slots, bias": (replace(NARROW, bias="float16", per_slot=True), "skewed"),
+    "gated, one expert has all": (
+        replace(SMALL, format="q8_0", tokens=40, chosen=1, n=320, k=160, gate="silu"),
+        "same",
+    ),
+    "clamped, bias, to float32": (
+        replace(NARROW, c="float32", format="mxfp4", n=288, bias="bfloat16", gate="clamped"),
+        "same",
+    ),
+    "float32, a sum over slots": (
+        replace(SMALL, a="float32", c="float16", format="iq4_nl", n=136, router="float32"),
+        "random",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_the_same_operands(name: str, few_sms: None) -> None:
+    request, how = CASES[name]
+    Case(request, how).check(Simulator(len(name)))
+
+
+def test_integers_are_exact_and_repeat_in_any_order_of_lanes(few_sms: None) -> None:
+    case = Case(replace(SMALL, n=128, k=160, c="float32"), distribution="integer")
+    first, second = case.check(Simulator(1)), case.check(Simulator(2))
+    assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.slow
+def test_a_ring_of_three_stages(few_sms: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large tiles have it: an expert's rows in several tiles, of two experts of four."""
+    monkeypatch.setattr(many, "STAGES", 3)
+    monkeypatch.setattr(many, "TOKENS", (32,))
+    Case(replace(SMALL, tokens=50, experts=4, n=264, k=416), "same").check(Simulator(5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "bm", "tiles_of"),
+    [(0.01, 64, 0.0), (32, 64, 1.0), (64, 64, 1.5), (256, 128, 2.5), (250, 320, 1.0)],
+)
+def test_expected_tiles(rows: float, bm: int, tiles_of: float) -> None:
+    assert many.expected_tiles(rows, bm) == pytest.approx(tiles_of, abs=0.05)
+
+
+def test_tiles_hold_the_rows_of_an_expert() -> None:
+    """48 for 32 rows, which vary by 6; 128 for many."""
+    assert many.tile_tokens(4, 4096 * 8 / 1024, 256, 16) == 48
+    assert many.tile_tokens(4, 1000, 256, 16) == 128
+    assert many.tile_tokens(4, 1, 256, 16) == 16
+
+
+COMPILED = {
+    "float16, gated": replace(SMALL, tokens=4096, chosen=8, experts=128, gate="silu", n=1536),
+    "bfloat16": replace(
+        SMALL, a="bfloat16", c="bfloat16", tokens=4096, chosen=8, experts=128, format="q5_1"
+    ),
+    "float32": replace(SMALL, a="float32", c="float32", tokens=9999, format="q6_k", bias="float32"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.every] * ("32" in x)) for x in COMPILED]
+)
+def test_no_spills_and_products_that_run_on(name: str) -> None:
+    request = COMPILED[name]
+    arrays = (
+        np.zeros(16, np.uint8),
+        np.zeros(4, np.float32),
+        np.zeros((1, 1), array_dtype(request.a)),
+    )
+    bias = np.zeros((1, 1), np.float32) if request.bias else None
+    out = np.zeros((1, 1, 1), array_dtype(request.c))
+    given = ExpertsOperands(*arrays, np.zeros((1, 1), np.int32), out, bias)
+    launches = many.launches(request, given, Simulator())
+    for launch in launches[-2:]:
+        code = machine_code(launch.kernel, signature_of(launch.args))
+        assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+        assert not code.warnings
+        assert not code.count("CALL", "DADD", "DMUL", "DFMA", "LDL", "STL")
+    assert code.count("HGMMA") == 16
+    assert code.count("LDGSTS") == 16
+    assert launches[-1].shared_bytes <= 227 * 1024
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+LARGE = ExpertsRequest("q4_0", 700, 3, 20, 544, 544, "float16", "float16")
+BFLOATS = replace(LARGE, a="bfloat16", c="bfloat16", ids="int64")
+ON_A_GPU = {
+    "float16": replace(LARGE, n=520),
+    "bfloat16, gated": replace(BFLOATS, format="q5_1", gate="silu"),
+    "clamped": replace(BFLOATS, c="float16", format="mxfp4", bias="bfloat16", gate="clamped"),
+    "float32": replace(LARGE, a="float32", c="float32", format="q8_0", per_slot=True, n=130),
+    "sum": replace(LARGE, format="q4_1", per_slot=True, router="float16"),
+    "q6_k": replace(LARGE, format="q6_k", k=768, tokens=3000),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["random", "skewed", "same"])
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_products_on_a_gpu(name: str, how: str) -> None:
+    machine = Gpu()
+    if machine.cc != (9, 0):
+        pytest.skip(
+            f"experts of many tokens need compute capability 9.0; this GPU has {machine.cc}"
+        )
+    case = Case(ON_A_GPU[name], how)
+    first, second = case.check(machine), case.check(machine)
+    assert first.tobytes() == second.tobytes()
