@@ -31,7 +31,7 @@ a CPU weights are dequantized at every call, which is slow.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -301,8 +301,14 @@ class QuantLinear(nn.Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
-        bfloat16, ValueError for another K or device."""
+        """y [..., N] of x [..., K]. Raises TypeError for no tensor and for another dtype than
+        float32, float16 and bfloat16, ValueError for another K or device."""
+        if not isinstance(x, torch.Tensor):
+            kind = type(x)
+            raise TypeError(
+                f"x is a {kind.__module__}.{kind.__qualname__}, and a layer takes a torch.Tensor: "
+                "use torch.as_tensor(x)"
+            )
         shard, parameters = self.sharding, self._parameters
         # not by torch's lookup, which takes longer, unless a property computes it
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
@@ -528,6 +534,9 @@ class QuantLinear(nn.Linear):
     ) -> None:
         """Blocks of another format, or whose scales are not finite, are an error of
         `load_state_dict`, and not loaded."""
+        if why := cast(state_dict, prefix, (BLOCKS,)):
+            error_msgs.append(why)
+            return
         if prefix + BLOCKS in state_dict:
             key = f"{prefix}_extra_state"
             if key not in state_dict:
@@ -557,7 +566,7 @@ class QuantLinear(nn.Linear):
         given = state_dict.get(prefix + BLOCKS)
         if given is not None and given.shape == self.blocks.shape and not given.is_meta:
             try:
-                blocks = given.to("cpu", torch.uint8).contiguous()
+                blocks = given.cpu().contiguous()
                 weight_format(operator.host_blocks(blocks, FORMATS[self.format]))
             except ValueError as error:
                 error_msgs.append(f"{prefix}{BLOCKS}: {error}")
@@ -598,6 +607,17 @@ def refused(state: Any, format_name: str) -> str | None:
     if told == (wanted := said(format_name)):
         return None
     return f"the state holds {told}, and the layer takes {wanted}: make one of that format"
+
+
+def cast(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> str | None:
+    """Why blocks of a state dict cannot be loaded that something has cast to another dtype, where
+    NaN and fractions would become bytes; None where they are bytes, or not there."""
+    for name in names:
+        one = state_dict.get(prefix + name)
+        if torch.is_tensor(one) and one.dtype != torch.uint8:
+            found = str(one.dtype).removeprefix("torch.")
+            return f"{prefix}{name} are {found}, and blocks are bytes: load them as uint8, not cast"
+    return None
 
 
 def _kernel_format(name: str) -> Any:

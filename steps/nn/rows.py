@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from qformats import FORMATS, Format
 from steps.nn import operator as operator
-from steps.nn.linear import TAKEN, refused, said
+from steps.nn.linear import TAKEN, cast, refused, said
 from steps.product.rows import prepared, row_width
 
 if TYPE_CHECKING:
@@ -159,6 +159,13 @@ class QuantEmbedding(nn.Module):
         if (why := refused(state, self.format)) is not None:
             raise ValueError(why)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Blocks that are no bytes are an error of `load_state_dict`, and not loaded."""
+        if why := cast(state_dict, prefix, ("blocks",)):
+            others[-1].append(why)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
 
 @torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=())
 def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
@@ -229,6 +236,13 @@ class QuantExperts(nn.Module):
         """Raises ValueError for blocks of other formats or of another version."""
         if (why := refused(state, self._formats())) is not None:
             raise ValueError(why)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Blocks that are no bytes are an error of `load_state_dict`, and not loaded."""
+        if why := cast(state_dict, prefix, [f"{name}_blocks" for name in self.formats]):
+            others[-1].append(why)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _formats(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in self.formats.items())

@@ -470,6 +470,32 @@ def test_a_state_dict_with_scales_that_are_not_finite_is_refused() -> None:
     assert good.dequantize()[5].abs().max() > 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.5, 7.0])
+def test_blocks_that_were_cast_are_refused(value: float) -> None:
+    """Also where they hold whole numbers: a cast by another hand may have rounded them."""
+    model = nn.Sequential(QuantLinear.from_blocks(blocks_of()))
+    before = model[0].blocks.clone()
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        blocks = torch.full(before.shape, value).to(dtype)
+        said = str(dtype).removeprefix("torch.")
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=rf"0\.blocks are {said}, and blocks are bytes"):
+                model.load_state_dict({**model.state_dict(), "0.blocks": blocks}, assign=assign)
+            assert torch.equal(model[0].blocks, before)
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    layer = QuantLinear(64, 20)
+    for x, name in (
+        (np.zeros((1, 64), np.float32), "numpy.ndarray"),
+        ([[0.0] * 64], "builtins.list"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"x is a {name}, and a layer takes a torch.Tensor: use"
+        ):
+            layer(x)
+
+
 def one_size() -> list[tuple[str, str]]:
     """Pairs of formats whose blocks of a row have one size, so that only their name differs."""
     sizes = {name: FORMATS[name].block_bytes / FORMATS[name].elements for name in linear.TAKEN}

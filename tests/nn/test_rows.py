@@ -116,6 +116,9 @@ def test_an_embedding() -> None:
     other = QuantEmbedding(torch.zeros_like(held), "q5_0", torch.bfloat16, torch.tensor(3.3))
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(ids), half)
+    with pytest.raises(RuntimeError, match="blocks are float32, and blocks are bytes"):
+        other.load_state_dict({**layer.state_dict(), "blocks": torch.full(held.shape, np.nan)})
+    assert torch.equal(other(ids), half)
     wrong = QuantEmbedding(blocks_of("q5_1")[0], "q5_1", torch.float32)
     with pytest.raises(
         ValueError, match="the state holds q5_0, version 1, and the layer takes q5_1"
@@ -143,6 +146,9 @@ def test_experts_say_their_formats() -> None:
     parts = [(blocks_of(name, 8, 1)[0].view(2, 4, -1), name) for name in ("q4_0", "q4_1", "q8_0")]
     layer = QuantExperts(*parts, torch.nn.functional.silu)
     layer.load_state_dict(layer.state_dict())
+    cast = {**layer.state_dict(), "up_blocks": layer.up_blocks.half()}
+    with pytest.raises(RuntimeError, match="up_blocks are float16, and blocks are bytes"):
+        layer.load_state_dict(cast)
     parts[0] = parts[0][0], "iq4_nl"
     with pytest.raises(
         ValueError, match=r"the state holds gate q4_0, .*the layer takes gate iq4_nl"
