@@ -614,7 +614,7 @@ def cast(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> st
     NaN and fractions would become bytes; None where they are bytes, or not there."""
     for name in names:
         one = state_dict.get(prefix + name)
-        if torch.is_tensor(one) and one.dtype != torch.uint8:
+        if isinstance(one, torch.Tensor) and one.dtype != torch.uint8:
             found = str(one.dtype).removeprefix("torch.")
             return f"{prefix}{name} are {found}, and blocks are bytes: load them as uint8, not cast"
     return None
