@@ -93,6 +93,10 @@ def float64_of(x: np.ndarray) -> np.ndarray:
     return (bfloat16_values(x) if x.dtype == np.uint16 else x).astype(np.float64)
 
 
+def as_dtype(x: np.ndarray, name: str) -> np.ndarray:
+    return bfloat16_bits(x.astype(np.float32)) if name == "bfloat16" else x.astype(name)
+
+
 class Case:
     """The operands of a request, what C is in float64, and how far off it may be."""
 
@@ -109,12 +113,9 @@ class Case:
         operands = Bfloats(problems[0].a) if r.a == "bfloat16" else Halves.of_values(self.a)
         self.bias = self.router = None
         if r.bias:
-            self.bias = rng.standard_normal((r.experts, r.n)).astype(np.float32)
-            self.bias = (
-                bfloat16_bits(self.bias) if r.bias == "bfloat16" else self.bias.astype(r.bias)
-            )
+            self.bias = as_dtype(rng.standard_normal((r.experts, r.n)), r.bias)
         if r.router:
-            self.router = rng.random((r.tokens, r.chosen)).astype(r.router)
+            self.router = as_dtype(rng.random((r.tokens, r.chosen)), r.router)
         y, off = (np.full((r.slots, r.outputs), np.nan) for _ in range(2))
         rows, ids = np.arange(r.slots) // (1 if r.per_slot else r.chosen), self.ids.reshape(-1)
         for e, blocks in enumerate(self.blocks):
@@ -131,8 +132,9 @@ class Case:
             y[own], off[own] = same, error
         want, error = (x.reshape(r.tokens, r.chosen, r.outputs) for x in (y, off))
         if self.router is not None:
-            weights = self.router.astype(np.float64)[..., None]
-            error = (error * weights).sum(1) + 2.0**-20 * (np.abs(want) * weights).sum(1)
+            weights = float64_of(self.router)[..., None]
+            error = error + (ROUNDOFF[r.c] + 2.0**-20) * (np.abs(want) + error)  # of each product
+            error = (error * weights).sum(1)
             want = (want * weights).sum(1)
         self.want, self.off = want, error + ROUNDOFF[r.c] * (np.abs(want) + error) + 2.0**-25
 
@@ -202,6 +204,7 @@ CASES = {
         replace(SMALL, a="float32", c="float16", format="iq4_nl", n=136, router="float32"),
         "random",
     ),
+    "a sum of odd sizes": (replace(NARROW, n=71, router="bfloat16"), "skewed"),
 }
 
 

@@ -46,6 +46,7 @@ from qformats.storage import StorageFormat, storage_format
 from steps.contract import (
     Launch,
     Machine,
+    array_dtype,
     ceil_div,
     dtype_name,
     multiprocessors,
@@ -298,6 +299,8 @@ def kernel(
         while tile_id < tiles_c:
             expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
             acc, acc1, step = no_sums(), no_sums(), int32(0)  # of both accumulator halves
+            own_row = int32(first + min(int32(t & (WARPGROUP - 1)), int32(there - 1)))
+            position = int32(load_u32(rows, own_row))
             while True:
                 wait_full(memory, stage, parity)
                 at = weights_at + stage * w_bytes + warp * warp_bytes
@@ -332,20 +335,18 @@ def kernel(
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
             release(memory, previous, lane == 0)
             n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
-            x, of_tokens = (
-                cuda.local.array(n_acc, float32),
-                (token_scales, rows, first, there, slots),
-            )
+            x = cuda.local.array(n_acc, float32)
+            of_tokens = token_scales, rows, first, there, slots
             sums(x, acc, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
             if is_gated:
                 y = cuda.local.array(n_acc, float32)
                 sums(y, acc1, load_features(row_scales, bias, expert, n, groups, N, 1), of_tokens)
                 gated(x, y)
-            store(x, c, rows, first, there, n, N)
+            store(x, c, position, there, n, N)
             if acc_halves == 2 and not is_gated:
                 z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
                 sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
-                store(z, c, rows, first, there, n, N)
+                store(z, c, position, there, n, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -362,7 +363,7 @@ def kernel(
     return experts_many, 4 * offsets_at
 
 
-MOST_TABLE_BYTES: Final = 8 * 1025 + 512
+MOST_TABLE_BYTES: Final = 8 * 1025 + 1536
 
 
 def table_bytes(experts: int) -> int:
@@ -394,13 +395,14 @@ def launches(
     request: ExpertsRequest, given: ExpertsOperands, machine: Machine
 ) -> tuple[Launch, ...]:
     """All launches: the pass that rounds float32 A, the routing, the product, and the sum over a
-    token's experts."""
+    token's experts, of products in the dtype of C."""
     activations = float16_rows(given.a, machine)
     of_rows, of_offsets = routing.sizes(request.slots, request.experts)
     rows, offsets = machine.empty(*of_rows), machine.empty(*of_offsets)
     c = given.out
     if request.router is not None:
-        c = machine.empty((request.tokens, request.chosen, request.n), np.float32)
+        shape = request.tokens, request.chosen, request.n
+        c = machine.empty(shape, array_dtype(request.c))
     return (
         *activations.launches,
         routing.launch(given.ids, rows, offsets),

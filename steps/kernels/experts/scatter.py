@@ -45,8 +45,9 @@ class Scatter:
         (token_scales, rows, first, there, slots) of the tile
     gated(x, y)
         x = the gate of gates x and ups y
-    store(x, c, rows, first, there, n, N)
-        x to features n .. n + 63 of rows[first .. first + there] of flat c[P, N]; nothing beyond N
+    store(x, c, position, there, n, N)
+        x to features n .. n + 63 of flat c[P, N], of row `position` the token that is the thread's
+        number in its warpgroup; nothing beyond the first `there` tokens and N
     """
 
     area_bytes: int
@@ -66,7 +67,8 @@ def scatter(
     `first_byte` of dynamic shared memory."""
     n_acc, staged = tokens // 2, gcd(tokens, staged_tokens)
     buffer_bytes = ROW * staged
-    area_bytes = 0 if output == "float32" else 2 * buffer_bytes
+    areas = 0 if output == "float32" else 2 * buffer_bytes
+    area_bytes = areas + 4 * WARPGROUP  # with a table of positions behind the buffers
     load_bias, add = bias_of(of_bias)
     times, is_gated = GATE_OF[gate or "silu"], gate is not None
     pair = PAIRS.get(output)
@@ -100,12 +102,8 @@ def scatter(
             if scaled:  # last: the sums times these alone may overflow
                 token = int32(2 * (cuda.threadIdx.x & 3) + 2 * r)
                 v, w = token_scale(of_tokens, token), token_scale(of_tokens, int32(token + 1))
-                x[r], x[r + 1], x[r + 2], x[r + 3] = (
-                    x[r] * v,
-                    x[r + 1] * w,
-                    x[r + 2] * v,
-                    x[r + 3] * w,
-                )
+                x[r], x[r + 1] = x[r] * v, x[r + 1] * w
+                x[r + 2], x[r + 3] = x[r + 2] * v, x[r + 3] * w
             x[r], x[r + 1] = add(x[r], u[2]), add(x[r + 1], u[2])
             x[r + 2], x[r + 3] = add(x[r + 2], u[3]), add(x[r + 3], u[3])
 
@@ -126,7 +124,20 @@ def scatter(
                     store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def store_halves(x, c, rows, first, there, n, N):
+    def put_position(position):
+        """Once nobody loads from the area any more. Returns where the warpgroup's table begins; a
+        barrier must follow. The positions of all tokens are in registers long before a tile ends:
+        loads between the stores to C would each take a trip to the L2."""
+        table = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
+        warpgroup, t = int32(cuda.threadIdx.x // WARPGROUP), cuda.threadIdx.x & (WARPGROUP - 1)
+        at = int32((first_byte + areas) // 4 + warpgroup * (area_bytes // 4))
+        barrier_sync(1 + warpgroup, WARPGROUP)
+        table[at + t] = position
+        return at
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_halves(x, c, position, there, n, N):
+        table = cuda.shared.array(0, int32, alignment=128)
         buffers = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
@@ -141,7 +152,7 @@ def scatter(
         source = base + row * ROW + (eight ^ (row & 7)) * 16
         feature = int32(n + 8 * eight)
         wide, left = N & 7 == 0, int32(N - feature)
-        barrier_sync(1 + warpgroup, WARPGROUP)  # nobody loads from the area any more
+        table_at = put_position(position)
         for begin in range(0, tokens, staged):
             buffer = begin // staged % 2 * buffer_bytes
             for j in range(0, staged, 16):
@@ -159,19 +170,20 @@ def scatter(
                 r = int32(row + (begin + j))
                 if r < there:
                     y = load_u32x4(buffers, source + buffer + j * ROW)
-                    position = int32(load_u32(rows, int32(first + r)))
-                    store_eight(c, int64(position) * N + feature, y, wide, left)
+                    store_eight(c, int64(table[table_at + r]) * N + feature, y, wide, left)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_floats(x, c, rows, first, there, n, N):
+    def store_floats(x, c, position, there, n, N):
+        table = cuda.shared.array(0, int32, alignment=128)
+        table_at = put_position(position)
+        barrier_sync(1 + int32(cuda.threadIdx.x // WARPGROUP), WARPGROUP)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         feature = int32(n + (t >> 5) * 16 + (t >> 2 & 7))
         for j in range(tokens // 8):
             for i in range(2):
                 r = int32(2 * (t & 3) + 8 * j + i)
                 if r < there:
-                    position = int32(load_u32(rows, int32(first + r)))
-                    offset = int64(position) * N + feature
+                    offset = int64(table[table_at + r]) * N + feature
                     if feature < N:
                         store_f32(c, offset, x[4 * j + i])
                     if feature + 8 < N:
