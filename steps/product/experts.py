@@ -33,7 +33,7 @@ from qformats.repack import TILE_ROWS, tiles
 from steps.compile.dry_run import OUT, A, ArrayType, DryRun, Placeholder, operands
 from steps.contract import FLOATS, Launch, Machine, array_dtype
 from steps.driver.launcher import address_of, stream_handle
-from steps.kernels.experts import few
+from steps.kernels.experts import few, many
 from steps.kernels.experts.contract import (
     GATES,
     IDS,
@@ -233,11 +233,13 @@ class ExpertsChoice:
 
 
 def choose(request: ExpertsRequest, machine: Any) -> ExpertsChoice:
-    """The kernel for a product on a machine (its `name`, `cc`): the one for few tokens. ValueError
-    where there is none."""
+    """The kernel for a product on a machine (its `name`, `cc`). ValueError where there is none."""
+    rows = request.slots / request.experts
+    if rows > many.H200_ROWS and not many.KERNEL.why_not(request, machine.cc):
+        return ExpertsChoice(request, many.KERNEL, f"{rows:.3g} rows for an expert on average")
     if why := few.KERNEL.why_not(request, machine.cc):
         raise ValueError(why)
-    return ExpertsChoice(request, few.KERNEL, "the only kernel of experts")
+    return ExpertsChoice(request, few.KERNEL, f"{rows:.3g} rows for an expert on average")
 
 
 # --- a call ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ in float64, of any routing, in the simulator and on a GPU."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from reference.product import both
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
-from steps.kernels.experts import many, routing
+from steps.kernels.experts import few, many, routing
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.gates import gated
+from steps.product.experts import choose
 
 GUARD = 128
 """Values on each side of C that no kernel may touch: its address stays a multiple of 16."""
@@ -241,6 +243,23 @@ def test_tiles_hold_the_rows_of_an_expert() -> None:
     assert many.tile_tokens(4, 4096 * 8 / 1024, 256, 16) == 48
     assert many.tile_tokens(4, 1000, 256, 16) == 128
     assert many.tile_tokens(4, 1, 256, 16) == 16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "cc", "kernel"),
+    [
+        (64, 128, (9, 0), few.KERNEL),
+        (512, 128, (9, 0), many.KERNEL),
+        (512, 128, (10, 0), few.KERNEL),
+        (512, 1024, (9, 0), few.KERNEL),
+        (40, 8, None, many.KERNEL),
+    ],
+)
+def test_experts_with_many_rows_are_of_this_kernel(
+    tokens: int, experts: int, cc: tuple[int, int] | None, kernel: Any
+) -> None:
+    request = replace(SMALL, tokens=tokens, experts=experts, chosen=8)
+    assert choose(request, SimpleNamespace(name="GPU", cc=cc)).kernel is kernel
 
 
 COMPILED = {

@@ -97,6 +97,9 @@ CONSUMERS: Final = WARPGROUPS * WARPGROUP
 CONSUMER_WARPS: Final = CONSUMERS // 32
 PRODUCER_WARPS: Final = WARPGROUP // 32
 HALF: Final = 64 * WARPGROUPS  # features of an accumulator half of all warpgroups
+H200_ROWS: Final = 8
+"""Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
+
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (232, 40)  # of consumers and producers: 2 x 232 + 40 are the 504 of 3 x 168
@@ -437,7 +440,9 @@ def product(
         a, given.packed, given.row_scales, scales[0] if scales else unused,
         unused if given.bias is None else given.bias, c, rows, offsets, sizes,
     )  # fmt: skip
-    grid = (multiprocessors(),)
+    tiles_n = ceil_div(request.outputs, HALF if request.gate else bn)
+    most = request.slots // bm + min(request.slots, request.experts)  # tiles of rows
+    grid = (min(multiprocessors(), most * tiles_n),)
     return Launch(run, grid, (CONSUMERS + WARPGROUP,), args, shared_bytes, overlap=True)
 
 
