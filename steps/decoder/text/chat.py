@@ -1,7 +1,9 @@
 """A conversation with a model of a file, in a terminal: answers appear as they are generated.
 
 Chat templates are programs that files bring (tokenizer.chat_template): `render` runs them, in a
-process with little time and memory, with what transformers' `apply_chat_template` gives them.
+process with little time and memory, with what transformers' `apply_chat_template` gives them. Where
+a template leaves out the token with which texts begin and the file asks for it, it is added, as
+llama.cpp does (`Vocabulary.conversation`).
 """
 
 from __future__ import annotations
