@@ -72,8 +72,8 @@ def test_an_error_of_a_process_is_told_where_it_was(monkeypatch: Any) -> None:
 
 
 def _worker(seconds: float, sent: list[tuple[Any, ...]], line: Any = None) -> Worker:
-    line, goal = line or SimpleNamespace(value=b""), Goal(seconds, time.monotonic() + seconds)
     some = works([kernel_of(number) for number in (1, 16)], None)
+    line, goal = line or SimpleNamespace(value=b""), Goal(seconds, time.monotonic() + seconds)
     return Worker(Simulator(), some, [0, 1], goal, line, sent.append)
 
 
@@ -98,7 +98,7 @@ def test_what_a_worker_finds_is_judged_again_alone(alone: bool, monkeypatch: Any
 
     monkeypatch.setattr(fuzz, "complaints", complaints)
     sent: list[tuple[Any, ...]] = []
-    _worker(0.2, sent).run()
+    _worker(3, sent).run()
     kind, line, sentences = sent[0]
     assert kind == "wrong"
     assert FuzzCase.parse(line)
