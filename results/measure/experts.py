@@ -76,6 +76,7 @@ def routed(layer: Layer, tokens: int, routing: str, rng: np.random.Generator) ->
 def packed(layer: Layer, n: int, k: int, machine: Gpu, copies: int) -> list[PackedExperts]:
     """Copies of weights [E, n, k]: all experts hold the numbers of one."""
     import torch
+    from numba import cuda
 
     fmt, rng = FORMATS[layer.format], np.random.default_rng(n)
     if fmt.written:
@@ -87,8 +88,8 @@ def packed(layer: Layer, n: int, k: int, machine: Gpu, copies: int) -> list[Pack
     one = [torch.from_numpy(x).cuda() for x in packed_arrays(blocks[None])]
     made = []
     for _ in range(copies):
-        arrays = tuple(x.repeat(layer.experts) for x in one)
-        made.append(PackedExperts(layer.format, layer.experts, n, k, arrays, machine))
+        tiles, scales = (cuda.as_cuda_array(x.repeat(layer.experts)) for x in one)
+        made.append(PackedExperts(layer.format, layer.experts, n, k, (tiles, scales), machine))
     torch.cuda.synchronize()
     return made
 
