@@ -20,8 +20,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from qformats.gguf_file import GGML_TYPES
+from steps.nn import experts, rows
 from steps.nn import operator as operator
-from steps.nn import rows
+from steps.nn.kept import KeptWith
 from steps.nn.linear import QuantLinear
 
 torch = operator.torch
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
     Tensor = torch.Tensor
-
-StorageWeakRef = import_module("torch.multiprocessing.reductions").StorageWeakRef
 
 GEMV_TYPES: Final = frozenset(GGML_TYPES)
 """ggml's numbers of the types that are multiplied."""
@@ -67,24 +66,19 @@ def _shape_of_product(weight: Tensor, x: Tensor, format: str) -> Tensor:
 _Packed = tuple[operator.Weights, dict[str, Any]]
 """Packed weights as products take them, and their arrays by packing."""
 
-_packed: dict[tuple[Any, ...], tuple[Any, int, _Packed]] = {}
-"""Those of blocks by where these lie; with a weak reference to that memory, so that they go with
-it, and the version of the blocks."""
+_packed: KeptWith[_Packed] = KeptWith()
 
 
 def _packed_of(weight: Tensor, format: str) -> _Packed:
     """The packed weights of blocks on a GPU, made at the first call and after a change."""
-    memory = StorageWeakRef(weight.untyped_storage())
-    key = memory.cdata, weight.storage_offset(), weight.shape, format
-    version = 0 if weight.is_inference() else weight._version
-    if (found := _packed.get(key)) is None or found[1] != version:
-        for other in [one for one, (of, _, _) in _packed.items() if of.expired()]:
-            del _packed[other]
+
+    def made() -> _Packed:
         layer = QuantLinear.from_bytes(weight, format)
         weights = layer._on_gpu()
         assert weights is not None
-        found = _packed[key] = memory, version, (weights, dict(layer.packed))
-    return found[2]
+        return weights, dict(layer.packed)
+
+    return _packed.of(weight, format, made)
 
 
 # --- what transformers calls ----------------------------------------------------------------------
@@ -97,8 +91,8 @@ def mul_mat_vec(weight: Tensor, x: Tensor, ggml_type: int, out_features: int) ->
 
 
 def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, ggml_type: int, out_features: int) -> Tensor:
-    """y [T, S, N] of x [T, K] by the experts ids [T, S], see `steps.nn.rows.mul_mat_id`."""
-    return rows.mul_mat_id(blocks, x, ids, format_of(ggml_type))
+    """y [T, S, N] of x [T, K] by the experts ids [T, S], see `steps.nn.experts.mul_mat_id`."""
+    return experts.mul_mat_id(blocks, x, ids, format_of(ggml_type))
 
 
 def dequantize(weight: Tensor, ggml_type: int, count: int, cols: int, dtype: Any) -> Tensor:

@@ -41,8 +41,9 @@ from qformats.gguf_file import Tensor as FileTensor
 from qformats.gguf_file import metadata, tensors
 from qformats.terminal import shown
 from steps.nn import operator as operator
+from steps.nn.experts import QuantExperts
 from steps.nn.linear import TAKEN, QuantLinear
-from steps.nn.rows import QuantEmbedding, QuantExperts, dequantize
+from steps.nn.rows import QuantEmbedding, dequantize
 
 torch = operator.torch
 if TYPE_CHECKING:
@@ -466,8 +467,8 @@ class _Replacing:
                 equal = _same(part, blocks, format)
             if not equal:
                 raise _Stays(f"its values are not those of {source.tensor.name}")
-        gates, ups, downs = ((blocks.to(device), format) for blocks, format in given)
-        made = QuantExperts(gates, ups, downs, module.act_fn)
+        gates, ups, downs = given
+        made = QuantExperts(gates, ups, downs, module.act_fn).to(device)
         if not is_packed:
             _require_same_answers(module, made, down)
         return made, sources

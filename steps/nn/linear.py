@@ -693,7 +693,8 @@ def quantize_model(
     accuracy: str = "exact",
     invariant: bool = False,
 ) -> Report:
-    """Replace every torch.nn.Linear in a model, in place, by a QuantLinear on the same device.
+    """Replace every torch.nn.Linear in a model, in place, by a QuantLinear on the same device, and
+    the experts of transformers' models by a `QuantExperts`.
 
     format : a name of `qformats.FORMATS` that floats can be quantized to.
     skip   : layers to leave alone. An entry is the name of a layer or of a module that contains it,
@@ -760,12 +761,44 @@ def quantize_model(
         counted.add(memory)
         one.linear = weight = None  # its memory is free for the next one
     skipped = [(one.names[0], one.why) for one in candidates.values() if one.why is not None]
+    of_experts = _replace_experts(modules, fmt.name, skip, used)
+    replaced += of_experts[0]
+    skipped += of_experts[1]
     skipped += _not_linear(modules)
     unused = tuple(entry for entry in skip if entry not in used)
     keep_out_of_ddp(model)
     if "transformers" in sys.modules:  # imports this module, and transformers
         import_module("steps.nn.pretrained").tell_transformers(model)
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
+
+
+def _replace_experts(
+    modules: dict[str, Any], format: str, skip: Sequence[str], used: set[str]
+) -> tuple[list[Replaced], list[tuple[str, str]]]:
+    """Replace experts of transformers' models: (those replaced, those skipped and why)."""
+    of = import_module("steps.nn.experts")  # imports this module
+    replaced, skipped = [], []
+    for name, module in list(modules.items()):
+        if isinstance(module, of.QuantExperts) or not hasattr(module, "gate_up_proj"):
+            continue
+        if isinstance(module.gate_up_proj, nn.Module) or not name:
+            continue  # a Linear of gates and ups
+        matched = [entry for entry in skip if _matches(entry, name)]
+        used.update(matched)
+        why = f"skip={matched[0]!r}" if matched else of.why_not(module, format)
+        if why is not None:
+            skipped.append((name, why))
+            continue
+        before = sum(one.nbytes for one in module.parameters())
+        try:
+            made = of.QuantExperts.from_float(module, format)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        parent, _, last = name.rpartition(".")
+        setattr(modules[parent], last, made)
+        modules[name] = made
+        replaced.append(Replaced(name, before, made.device_bytes))
+    return replaced, skipped
 
 
 class _Buffers:

@@ -1,4 +1,4 @@
-"""Rows of quantized weights as operators of torch, and what is made of them: an embedding, experts.
+"""Rows of quantized weights as operators of torch, and an embedding made of them.
 
     from steps.nn.rows import QuantEmbedding, dequantize, get_rows
 
@@ -9,12 +9,11 @@ Blocks are ggml's own bytes, on the CPU or on a GPU. Every value is that of `qfo
 rounded once to the dtype; on a GPU by one kernel (`steps.kernels.rows`), on a CPU by the codec. The
 operators have no gradient. torch.compile sees each as one node.
 
-`QuantEmbedding` and `QuantExperts` keep these bytes and nothing else, wherever they are.
+`QuantEmbedding` keeps these bytes and nothing else, wherever they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -165,90 +164,3 @@ class QuantEmbedding(nn.Module):
             others[-1].append(why)
             return
         super()._load_from_state_dict(state_dict, prefix, *others)
-
-
-@torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=())
-def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
-    """y[t, s] = x[t] @ dequantize(blocks[ids[t, s]])^T: every token by the experts chosen for it.
-
-    blocks : uint8 [E, N, bytes of a row]. x: float32, float16 or bfloat16 [T, K]. ids: integers
-             [T, S]; where one is not from 0 to E - 1, y[t, s] is zero.
-
-    Returns [T, S, N] in the dtype of x, on its device. Each expert in use is dequantized, on a GPU
-    to the dtype of x, and torch multiplies: right for any number of tokens, but a loop that waits
-    for the GPU once.
-    """
-    y = _products_of_experts(blocks, x, ids, format).zero_()
-    wide = x.dtype if x.is_cuda else torch.float32
-    for expert in ids.unique().tolist():
-        if 0 <= expert < len(blocks):
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            w = dequantize(blocks[expert], format, wide)
-            y[token, slot] = (x[token].to(wide) @ w.T).to(x.dtype)
-    return y
-
-
-@mul_mat_id.register_fake
-def _products_of_experts(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
-    _, k, _ = _facts(blocks[0], format, x.dtype)
-    if x.ndim != 2 or x.shape[1] != k or ids.ndim != 2 or len(ids) != len(x):
-        raise ValueError(
-            f"x must have shape [T, {k}] and ids [T, S], got {list(x.shape)} and {list(ids.shape)}"
-        )
-    return x.new_empty((*ids.shape, blocks.shape[1]))
-
-
-class QuantExperts(nn.Module):
-    """The experts of a transformers model over ggml's blocks, called as its own are.
-
-    gate, up, down : (blocks, format): uint8 [E, I, bytes of K], [E, I, bytes of K] and [E, K, bytes
-                     of I], taken as they are.
-    act_fn         : of gates, a module or function.
-    """
-
-    def __init__(
-        self,
-        gate: tuple[Tensor, str],
-        up: tuple[Tensor, str],
-        down: tuple[Tensor, str],
-        act_fn: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__()
-        self.num_experts, self.act_fn = len(gate[0]), act_fn
-        self.formats = {"gate": gate[1], "up": up[1], "down": down[1]}
-        for name, (blocks, _) in zip(self.formats, (gate, up, down), strict=True):
-            self.register_buffer(f"{name}_blocks", blocks)
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
-        gate = self._product("gate", hidden_states, top_k_index)
-        hidden = self.act_fn(gate) * self._product("up", hidden_states, top_k_index)
-        ids = top_k_index.reshape(-1, 1)
-        y = self._product("down", hidden.reshape(len(ids), hidden.shape[-1]), ids)
-        weighted = y.reshape(*top_k_index.shape, y.shape[-1]) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(hidden_states.dtype)
-
-    def get_extra_state(self) -> Tensor:
-        """The formats and version of the blocks, see `QuantLinear.get_extra_state`."""
-        return torch.tensor(list(said(self._formats()).encode()), dtype=torch.uint8, device="cpu")
-
-    def set_extra_state(self, state: Any) -> None:
-        """Raises ValueError for blocks of other formats or of another version."""
-        if (why := refused(state, self._formats())) is not None:
-            raise ValueError(why)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """Blocks that are no bytes are an error of `load_state_dict`, and not loaded."""
-        if why := cast(state_dict, prefix, [f"{name}_blocks" for name in self.formats]):
-            others[-1].append(why)
-            return
-        super()._load_from_state_dict(state_dict, prefix, *others)
-
-    def _formats(self) -> str:
-        return ", ".join(f"{name} {one}" for name, one in self.formats.items())
-
-    def _product(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
-        return mul_mat_id(getattr(self, f"{name}_blocks"), x, ids, self.formats[name])
-
-    def extra_repr(self) -> str:
-        return f"{self.num_experts}, {self._formats()}"

@@ -1,4 +1,4 @@
-"""Rows of weights as operators of torch, embeddings, experts, and the kernels of transformers'
+"""Rows of weights as operators of torch, embeddings, and the kernels of transformers'
 interface: on the CPU, and as on a GPU, with kernels in the simulator."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reference.drawn import random_blocks
 from reference.problem import Problem
 from steps.nn import ggml_kernels, rows
 from steps.nn.linear import QuantLinear
-from steps.nn.rows import QuantEmbedding, QuantExperts, dequantize, get_rows, mul_mat_id
+from steps.nn.rows import QuantEmbedding, dequantize, get_rows
 from steps.product import rows as product_rows
 
 NAMES = (*WEIGHT_FORMATS, *FILE_FORMATS)
@@ -97,10 +97,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError, match=r"ids must be int32 or int64 on cpu, got torch\.float32"):
         get_rows(held, IDS.float(), "q4_0", torch.float32)
     with pytest.raises(
-        ValueError, match=r"x must have shape \[T, 64\] and ids \[T, S\], got \[2, 32"
-    ):
-        mul_mat_id(held[None], torch.zeros(2, 32), IDS, "q4_0")
-    with pytest.raises(
         ValueError, match=r"q5_1 needs uint8 \[N, bytes of a row\], a multiple of 24"
     ):
         QuantLinear.from_bytes(held, "q5_1")
@@ -126,34 +122,6 @@ def test_an_embedding() -> None:
         wrong.set_extra_state(layer.get_extra_state())
     whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(whole(ids), half)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_by_experts(dtype: Any) -> None:
-    """A number that is none of theirs gives zeros."""
-    held, values = blocks_of("q4_1", 15)
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    y = mul_mat_id(held.view(3, 5, -1), x, IDS % 5 - 1, "q4_1")
-    assert (y.shape, y.dtype) == ((2, 3, 5), dtype)
-    for t, s in np.ndindex(2, 3):
-        expert = int((IDS % 5 - 1)[t, s])
-        inside = 0 <= expert < 3
-        wanted = values.view(3, 5, 64)[expert] @ x[t].float() if inside else torch.zeros(5)
-        torch.testing.assert_close(y[t, s].float(), wanted, rtol=2e-2, atol=2e-2)
-
-
-def test_experts_say_their_formats() -> None:
-    parts = [(blocks_of(name, 8, 1)[0].view(2, 4, -1), name) for name in ("q4_0", "q4_1", "q8_0")]
-    layer = QuantExperts(*parts, torch.nn.functional.silu)
-    layer.load_state_dict(layer.state_dict())
-    cast = {**layer.state_dict(), "up_blocks": layer.up_blocks.half()}
-    with pytest.raises(RuntimeError, match="up_blocks are float16, and blocks are bytes"):
-        layer.load_state_dict(cast)
-    parts[0] = parts[0][0], "iq4_nl"
-    with pytest.raises(
-        ValueError, match=r"the state holds gate q4_0, .*the layer takes gate iq4_nl"
-    ):
-        QuantExperts(*parts, torch.nn.functional.silu).load_state_dict(layer.state_dict())
 
 
 def test_the_kernels_that_transformers_asks_for(gpu: Any) -> None:
@@ -208,7 +176,7 @@ def test_a_layer_of_bytes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(cuda: Any, name: str) -> None:
-    """The same bits as on the CPU, captured into a graph, too; a product by experts."""
+    """The same bits as on the CPU, captured into a graph, too."""
     held, values = blocks_of(name)
     there, ids = held.to(cuda), IDS.to(cuda)
     for dtype in DTYPES:
@@ -231,6 +199,3 @@ def test_on_a_gpu(cuda: Any, name: str) -> None:
     if kind is not None:
         y = ggml_kernels.mul_mat_vec(there, x.to(cuda), kind, N).cpu()
         assert (y - wanted).abs().max() < 0.01 * most
-    chosen = torch.tensor([[0], [1], [5]], device=cuda)
-    y = mul_mat_id(there.view(N, 1, -1), x.to(cuda), chosen, name).cpu()[:, 0, 0]
-    assert (y - wanted[[0, 1, 2], [0, 1, 5]]).abs().max() < 0.01 * most

@@ -2,9 +2,11 @@
 
 contract.py     what the two kernels take and hand over
 few.py          few tokens: the stream of weights of step 18, each expert's found through ids
+grouping.py     which experts, and which tokens: a list that each thread block of few.py makes
+summed.py       few tokens that share no experts: the sum over a token's experts in the product
 routing.py      the rows of C in the order of their experts
 many.py         many tokens: one persistent wgmma launch over the tiles of all experts
 scatter.py      the end of its tiles: to rows of C anywhere
 gates.py        silu(gate) * up, and the clamped gate of gpt-oss, at the end of a product
-weighted.py     the weighted sum over a token's experts
+weighted.py     else the weighted sum over a token's experts
 """

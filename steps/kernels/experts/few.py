@@ -42,7 +42,7 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import FORMATS
+from qformats import BLOCK, FORMATS
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
 from qformats.storage import storage_format
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors, shared_memory
@@ -53,27 +53,23 @@ from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32,
-    load_u32,
-    load_u32x2,
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
     shfl,
-    shfl_up,
     store_f32,
-    store_u32,
-    store_u32x2,
     store_u32x4,
 )
 from steps.kernels.decode.copies import PAD, ROW_BYTES
 from steps.kernels.decode.product import PAIR, product_a16
-from steps.kernels.experts import weighted
+from steps.kernels.experts import summed, weighted
 from steps.kernels.experts.contract import (
     ExpertsKernel,
     ExpertsOperands,
     ExpertsRequest,
 )
 from steps.kernels.experts.gates import GATE_OF
+from steps.kernels.experts.grouping import grouping, id_of
 from steps.kernels.experts.weighted import STORE
 from steps.kernels.parts.activations.layouts import float16_rows
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
@@ -85,8 +81,14 @@ NAN: Final = math.nan
 COLUMNS: Final = (1, 2, 4, 8)
 """Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
 
-MOST_SLOTS: Final = 1024
-"""Products of a token with an expert that a thread block looks at; more are another one's."""
+H200_MANY: Final = 4
+"""With more tokens to an expert than this, on average, groups are of `MOST_COLUMNS`."""
+
+MOST_COLUMNS: Final = 16
+
+ROOM: Final = (128, 512, 1024)
+"""Products of a token with an expert that a thread block has tables for, the first that all fit in;
+more than the last are another thread block's."""
 
 EXPERTS: Final = 128
 """Kernels are compiled for multiples of so many experts."""
@@ -105,6 +107,7 @@ class Variant:
     tokens    : of a group at most
     warps     : of a thread block; stages: of a warp's ring
     slot_bytes: of a stage: the packed tiles of a pair of row tiles, and the A of a group
+    room      : slots that there are tables for
     experts   : places for counts
     gate      : see `ExpertsRequest`
     follows   : likewise
@@ -115,6 +118,7 @@ class Variant:
     warps: int
     stages: int
     slot_bytes: int
+    room: int
     experts: int
     gate: str | None
     follows: bool
@@ -131,150 +135,34 @@ class Variant:
         return self.warps * self.stages * self.slot_bytes
 
     @property
+    def token_groups(self) -> int:
+        """Of eight tokens, the columns of an mma."""
+        return max(1, self.tokens // 8)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a warp's sums of an item."""
+        return 4 * WARP * 4 * PAIR * self.token_groups
+
+    @property
     def sums_at(self) -> int:
-        """And where the sums of shared items begin: two for each warp, 8 floats a lane each."""
+        """And where sums of shared items begin, two for each warp; before, what `route` uses."""
         return self.bars_at + ceil_div(8 * self.warps * self.stages, 128) * 128
 
     @property
     def groups_at(self) -> int:
-        """And the list of groups: an expert; the place of its first token and how many they are."""
-        return self.sums_at + 2 * self.warps * SUM_BYTES
+        """And the list of groups."""
+        return self.sums_at + 2 * self.warps * self.sum_bytes
 
     @property
     def order_at(self) -> int:
         """And the slots of all groups."""
-        return self.groups_at + (8 * MOST_SLOTS if self.tokens > 1 else 0)
-
-    @property
-    def ranks_at(self) -> int:
-        """And of each slot its number among those of its expert."""
-        return self.order_at + (4 * MOST_SLOTS if self.tokens > 1 else 0)
+        return self.groups_at + (8 * self.room if self.tokens > 1 else 0)
 
     @property
     def shared(self) -> int:
         """Bytes of a thread block."""
-        return self.ranks_at + (4 * MOST_SLOTS if self.tokens > 1 else 0)
-
-
-SUMS: Final = 4 * PAIR
-SUM_BYTES: Final = 4 * WARP * SUMS
-
-
-# --- which experts, and which tokens --------------------------------------------------------------
-
-
-@cache
-def id_of(dtype: str) -> Any:
-    """expert(ids, slot, E) -> its number, or -1 for an id that is none."""
-
-    @cuda.jit(device=True, forceinline=True)
-    def of_int32(ids, slot, E):
-        e = uint32(load_u32(ids, slot))
-        return int32(e) if e < uint32(E) else int32(-1)
-
-    @cuda.jit(device=True, forceinline=True)
-    def of_int64(ids, slot, E):
-        low, high = load_u32x2(ids, slot)
-        return int32(low) if high == 0 and uint32(low) < uint32(E) else int32(-1)
-
-    return of_int32 if dtype == "int32" else of_int64
-
-
-@cache
-def router(how: Variant, of_ids: str) -> tuple[Any, Any, Any]:
-    """(route, locate, slot_at), device functions of a thread block with tables in shared memory.
-
-    route(smem, counts, totals, ids, base, n, E, t) -> groups
-        all threads: the list of groups of slots base to base + n. counts: shared int32[experts],
-        totals: shared int32[warps]
-    locate(smem, ids, base, group, E) -> (expert, the place of its first token, how many)
-    slot_at(smem, base, place) -> the slot of a token
-    """
-    threads, tokens, warps = WARP * how.warps, how.tokens, how.warps
-    groups_at, order_at, ranks_at = how.groups_at, how.order_at, how.ranks_at
-    expert = id_of(of_ids)
-
-    @cuda.jit(device=True, forceinline=True)
-    def route(smem, counts, totals, ids, base, n, E, t):
-        lane, warp = int32(t & 31), int32(t >> 5)
-        i = t
-        while i < E:
-            counts[i] = 0
-            i = int32(i + threads)
-        cuda.syncthreads()
-        # --- count the tokens of each expert
-        i = t
-        while i < n:
-            e = expert(ids, base + i, E)
-            if e >= 0:
-                store_u32(smem, ranks_at + 4 * i, uint32(cuda.atomic.add(counts, e, 1)))
-            i = int32(i + threads)
-        cuda.syncthreads()
-        # --- where its tokens and groups begin: a sum over the experts before it
-        so_far, begin = int32(0), int32(0)  # tokens, and 2^16 times groups
-        while begin < E:
-            e, count = int32(begin + t), int32(0)
-            if e < E:
-                count = int32(counts[e])
-            groups = int32(int32(count + tokens - 1) // tokens)
-            own = int32(count + (groups << 16))
-            x = own
-            for apart in (1, 2, 4, 8, 16):
-                y = shfl_up(x, apart)
-                if lane >= apart:
-                    x = int32(x + y)
-            if lane == 31:
-                totals[warp] = x
-            cuda.syncthreads()
-            first = int32(so_far + x - own)
-            for v in range(warps):
-                total = int32(totals[v])
-                if v < warp:
-                    first = int32(first + total)
-                so_far = int32(so_far + total)
-            if count > 0:
-                place = int32(first & 0xFFFF)
-                counts[e] = place
-                for j in range(groups):
-                    here = min(tokens, int32(count - tokens * j))
-                    found = uint32((place + tokens * j) | (here << 16))
-                    store_u32x2(smem, groups_at + 8 * ((first >> 16) + j), uint32(e), found)
-            begin = int32(begin + threads)
-            cuda.syncthreads()
-        # --- the slots of all groups in their order
-        i = t
-        while i < n:
-            e = expert(ids, base + i, E)
-            if e >= 0:
-                rank = int32(load_u32(smem, ranks_at + 4 * i))
-                store_u32(smem, order_at + 4 * (int32(counts[e]) + rank), uint32(base + i))
-            i = int32(i + threads)
-        cuda.syncthreads()
-        return int32(so_far >> 16)
-
-    @cuda.jit(device=True, forceinline=True)
-    def locate(smem, ids, base, group, E):
-        e, found = load_u32x2(smem, groups_at + 8 * group)
-        return int32(e), int32(found & 0xFFFF), int32(found >> 16)
-
-    @cuda.jit(device=True, forceinline=True)
-    def slot_at(smem, base, place):
-        return int32(load_u32(smem, order_at + 4 * place))
-
-    # one token: a group is a slot, also one of a repeated id, or of none
-    @cuda.jit(device=True, forceinline=True)
-    def route_one(smem, counts, totals, ids, base, n, E, t):
-        return n
-
-    @cuda.jit(device=True, forceinline=True)
-    def locate_one(smem, ids, base, group, E):
-        return expert(ids, base + group, E), group, int32(1)
-
-    @cuda.jit(device=True, forceinline=True)
-    def slot_at_one(smem, base, place):
-        return int32(base + place)
-
-    return (route, locate, slot_at) if tokens > 1 else (route_one, locate_one, slot_at_one)
+        return self.order_at + (4 * self.room if self.tokens > 1 else 0)
 
 
 # --- the end of an item ---------------------------------------------------------------------------
@@ -284,13 +172,12 @@ def router(how: Variant, of_ids: str) -> tuple[Any, Any, Any]:
 def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tuple[Any, Any, Any]:
     """(load_scales, finished, write), device functions of a warp, whose lanes have the sums `acc`
     of an item."""
-    tokens = how.tokens
+    tokens, groups = how.tokens, how.token_groups
     columns = min(2, tokens)
-    quads = max(1, tokens // 2)  # of a quad's lanes: those with tokens of their own
+    quads = max(1, min(4, tokens // 2))  # of a quad's lanes: those with tokens of their own
     load_bias, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, how.scaled
     gated = how.gate is not None
-    gate_of = GATE_OF[how.gate or "silu"]
-    store = STORE[output]
+    gate_of, store = GATE_OF[how.gate or "silu"], STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
     def load_scales(factors, row_scales, first, lane):
@@ -299,37 +186,44 @@ def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tupl
             factors[i] = load_f32(row_scales, first + (lane >> 2) + 8 * i)
 
     @cuda.jit(device=True, forceinline=True)
+    def sum_of(j, i, column):
+        """The sum of rows g + 8 i and of a column of the lane's, of token group j."""
+        return 4 * (groups * (i // 2) + j) + 2 * (i % 2) + column
+
+    @cuda.jit(device=True, forceinline=True)
     def finished(acc, factors, token_scales, bias, e, n, N, rows, begins, lane):
         """acc = sums times all scales, plus the bias. n: the item's first row; rows: of A, of the
         lane's columns; begins: whether the sums are those of the beginning of K."""
-        for column in range(columns):
-            of_token = float32(1)
-            if scaled:
-                of_token = load_f32(token_scales, rows[column])
-            for i in range(4):
-                at = 2 * i + column
-                acc[at] = acc[at] * (factors[i] * float32(scale)) * of_token
-                if biased and begins:
-                    row = int32(n + (lane >> 2) + 8 * i)
-                    acc[at] += load_bias(bias, e * N + min(row, int32(N - 1)))
+        for j in range(groups):
+            for column in range(columns):
+                of_token = float32(1)
+                if scaled:
+                    of_token = load_f32(token_scales, rows[2 * j + column])
+                for i in range(4):
+                    at = sum_of(j, i, column)
+                    acc[at] = acc[at] * (factors[i] * float32(scale)) * of_token
+                    if biased and begins:
+                        row = int32(n + (lane >> 2) + 8 * i)
+                        acc[at] += load_bias(bias, e * N + min(row, int32(N - 1)))
 
     @cuda.jit(device=True, forceinline=True)
     def write(acc, c, slots, n, outputs, here, known, lane):
         """Sums of an item to C. slots: of the lane's columns; n: the item's first output; known:
         whether its expert is one."""
         quad = int32(lane & 3)
-        for column in range(columns):
-            if quad < quads and quad * columns + column < here:
-                row = int64(slots[column]) * outputs
-                for i in range(2 if gated else 4):
-                    x = acc[2 * i + column]
-                    if gated:
-                        x = gate_of(x, acc[4 + 2 * i + column])
-                    if not known:
-                        x = float32(NAN)
-                    of_row = int32(n + (lane >> 2) + 8 * i)
-                    if of_row < outputs:
-                        store(c, row + of_row, x)
+        for j in range(groups):
+            for column in range(columns):
+                if quad < quads and 8 * j + quad * columns + column < here:
+                    row = int64(slots[2 * j + column]) * outputs
+                    for i in range(2 if gated else 4):
+                        x = acc[sum_of(j, i, column)]
+                        if gated:
+                            x = gate_of(x, acc[sum_of(j, i + 2, column)])
+                        if not known:
+                            x = float32(NAN)
+                        of_row = int32(n + (lane >> 2) + 8 * i)
+                        if of_row < outputs:
+                            store(c, row + of_row, x)
 
     return load_scales, finished, write
 
@@ -346,14 +240,17 @@ def kernel(
     tokens, warps, stages, slot_bytes = how.tokens, how.warps, how.stages, how.slot_bytes
     product = product_a16(name, kind, tokens)
     places, multiply, finish = product.places, product.multiply, product.finish
-    route, locate, slot_at = router(how, of_ids)
+    of_slots = grouping(tokens, warps, of_ids, how.groups_at, how.order_at, how.sums_at)
+    route, locate, slot_at = of_slots.route, of_slots.locate, of_slots.slot_at
     load_scales, finished, write = end_of(how, output, of_bias, product.scale)
     store = STORE[output]
     expert = id_of(of_ids)
     tile_bytes, threads, pitch = tile_format(name).tile_bytes, WARP * warps, how.pitch
     weights = PAIR * tile_bytes
-    bars_at, sums_at, experts = how.bars_at, how.sums_at, how.experts
+    bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
     columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
+    n_acc, sum_bytes, token_groups = product.sums, how.sum_bytes, how.token_groups
+    n_columns = 2 * token_groups  # of a lane
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
     @cuda.jit(device=True, forceinline=True)
@@ -416,13 +313,14 @@ def kernel(
         smem = cuda.shared.array(0, uint8, alignment=128)
         counts = cuda.shared.array(experts, int32)
         totals = cuda.shared.array(warps, int32)
-        acc, factors = cuda.local.array(SUMS, float32), cuda.local.array(4, float32)
-        slots, rows = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        acc, factors = cuda.local.array(n_acc, float32), cuda.local.array(4, float32)
+        slots = cuda.local.array(n_columns, int32)
+        rows = cuda.local.array(n_columns, int32)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
         k_tiles, pairs, row_tiles, E, N, outputs, chosen, all_slots = sizes
-        base = int32(MOST_SLOTS * cuda.blockIdx.y)
-        n = int32(min(MOST_SLOTS, int32(all_slots - base)))
+        base = int32(room * cuda.blockIdx.y)
+        n = int32(min(room, int32(all_slots - base)))
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * (8 * stages))
         if lane == 0:
             for s in range(stages):
@@ -485,11 +383,13 @@ def kernel(
             e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
             row = int32(PAIR * TILE_ROWS * pair)
             load_scales(factors, row_scales, max(e, 0) * (row_tiles * TILE_ROWS) + row, lane)
-            for column in range(columns):
-                at = min(int32(quad * columns + column), int32(here - 1))
-                slots[column] = slot_at(smem, base, int32(place + at))
-                rows[column] = int32(uint32(slots[column]) // uint32(chosen))
-            for i in range(SUMS):
+            for j in range(token_groups):
+                for column in range(columns):
+                    at = min(int32(8 * j + quad * columns + column), int32(here - 1))
+                    i = 2 * j + column
+                    slots[i] = slot_at(smem, base, int32(place + at))
+                    rows[i] = int32(uint32(slots[i]) // uint32(chosen))
+            for i in range(n_acc):
                 acc[i] = 0
             offsets = places(lane, here, pitch)
             begins, left = k_tile == 0, int32(min(int32(stop - u), int32(k_tiles - k_tile)))
@@ -511,8 +411,8 @@ def kernel(
             if begins and ends:
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             else:
-                to = sums_at + SUM_BYTES * (2 * warp + (1 if begins else 0)) + 4 * lane
-                for i in range(SUMS):
+                to = sums_at + sum_bytes * (2 * warp + (1 if begins else 0)) + 4 * lane
+                for i in range(n_acc):
                     store_f32(smem, to + 4 * WARP * i, acc[i])
             item, k_tile = int32(item + 1), int32(0)
 
@@ -524,16 +424,17 @@ def kernel(
             until = owner(int32(int32(i + 1) * k_tiles - 1), steps)
             if v < until:
                 e, place, here, pair = locate_item(smem, ids, base, first_item + i, pairs, E)
-                for column in range(columns):
-                    at = min(int32(quad * columns + column), int32(here - 1))
-                    slots[column] = slot_at(smem, base, int32(place + at))
-                at = sums_at + SUM_BYTES * (2 * v + 1) + 4 * lane
-                for j in range(SUMS):
+                for j in range(token_groups):
+                    for column in range(columns):
+                        at = min(int32(8 * j + quad * columns + column), int32(here - 1))
+                        slots[2 * j + column] = slot_at(smem, base, int32(place + at))
+                at = sums_at + sum_bytes * (2 * v + 1) + 4 * lane
+                for j in range(n_acc):
                     acc[j] = load_f32(smem, at + 4 * WARP * j)
                 while v < until:
                     v = owner(int32(uint32(steps * uint32(v + 1)) // uint32(warps)), steps)
-                    at = sums_at + SUM_BYTES * (2 * v) + 4 * lane
-                    for j in range(SUMS):
+                    at = sums_at + sum_bytes * (2 * v) + 4 * lane
+                    for j in range(n_acc):
                         acc[j] += load_f32(smem, at + 4 * WARP * j)
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             i = int32(i + warps)
@@ -548,14 +449,21 @@ def variant(request: ExpertsRequest, scaled: bool) -> Variant:
     """The first of `H200_SHAPES` that fits. ValueError where none does."""
     stored_as = storage_format(FORMATS[request.format])
     tokens = next((one for one in COLUMNS if one >= request.tokens), COLUMNS[-1])
+    if request.slots > H200_MANY * request.experts and tokens == COLUMNS[-1]:
+        tokens = MOST_COLUMNS
+    room = next((one for one in ROOM if one >= request.slots), ROOM[-1])
     experts = ceil_div(request.experts, EXPERTS) * EXPERTS
     pitch = ROW_BYTES + (PAD if tokens > 1 else 0)
     slot_bytes = PAIR * tile_format(stored_as.name).tile_bytes + tokens * pitch
+    # sixteen tokens, and minima or scales of 16 K: more than 128 registers a thread
+    tile = tile_format(stored_as.name)
+    tight = tokens == MOST_COLUMNS and (tile.minimum or tile.group < BLOCK)
     for warps, stages in H200_SHAPES:
         found = Variant(
-            tokens, warps, stages, slot_bytes, experts, request.gate, request.follows, scaled
+            tokens, warps, stages, slot_bytes, room, experts, request.gate, request.follows, scaled
         )
-        if found.shared + 4 * (experts + warps) + 128 <= shared_memory():
+        fits = found.shared + 4 * (experts + warps) + 128 <= shared_memory()
+        if fits and not (tight and warps == H200_SHAPES[0][0]):
             return found
     raise ValueError(f"{shared_memory()} bytes of shared memory are too few for experts")
 
@@ -567,6 +475,8 @@ def launches(
     experts."""
     activations = float16_rows(given.a, machine)
     a, *scales = activations.arrays
+    if request.router is not None and how is None and summed.suits(request):
+        return (*activations.launches, summed.launch(request, given, activations.arrays))
     name = storage_format(FORMATS[request.format]).name
     how = how or variant(request, bool(scales))
     c = given.out
@@ -583,7 +493,7 @@ def launches(
         given.packed, given.row_scales, a, scales[0] if scales else unused, given.ids,
         unused if given.bias is None else given.bias, c, tuple(map(np.int32, sizes)),
     )  # fmt: skip
-    grid = min(multiprocessors(), request.slots * pairs), ceil_div(request.slots, MOST_SLOTS)
+    grid = min(multiprocessors(), request.slots * pairs), ceil_div(request.slots, how.room)
     own = Launch(run, grid, (WARP * how.warps,), args, how.shared, overlap=True)
     if request.router is None:
         return (*activations.launches, own)

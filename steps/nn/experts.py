@@ -1,0 +1,468 @@
+"""Experts of a mixture as a layer of torch: `QuantExperts` over ggml's blocks, and `mul_mat_id`.
+
+    from steps.nn.experts import QuantExperts
+
+    layer = QuantExperts.from_float(module, "q4_0")         # Qwen3-MoE's, Mixtral's, gpt-oss's
+    layer = QuantExperts(gate, up, down)                    # of (blocks, format) each
+    y = layer(hidden_states, top_k_index, top_k_weights)    # as the experts of transformers
+
+On a GPU a call is two products (`steps.product.experts`): gates and ups with silu(gate) * up, or
+gpt-oss's clamped gate, at their end, and downs with the weighted sum over a token's experts. Gates
+and ups in two formats, or another function, take a product more and torch's own operations between.
+Nothing waits for the GPU, and a call may be captured into a CUDA graph once its number of tokens
+has been used. On a CPU the experts in use are dequantized and torch multiplies, which is slow.
+
+A number that is no expert's gives its token NaN. `check_ids` raises instead, where it is switched
+on: it waits for the GPU.
+
+Blocks stay in host memory; a GPU holds packed weights, as `steps.nn.linear` says. The operators
+have no gradient. torch.compile sees each as one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from qformats import FORMATS, quantize
+from steps.contract import array_dtype
+from steps.kernels.experts.contract import ExpertsRequest
+from steps.kernels.experts.gates import ALPHA, LIMIT
+from steps.nn import operator as operator
+from steps.nn.kept import KeptWith
+from steps.nn.linear import TAKEN, _written_format, refused, said
+from steps.product.experts import choose, gates_and_ups, packed_arrays, prepare, require_product
+from steps.product.prepared import Kept, Prepared
+from steps.product.rows import row_width
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = operator.torch
+    Tensor, nn = torch.Tensor, torch.nn
+
+IDS: Final = {torch.int32: "int32", torch.int64: "int64"}
+
+check_ids = False
+"""Whether every product looks whether its ids are those of experts, for which it waits for the
+GPU: for debugging. A product that is captured or compiled is not checked."""
+
+
+# --- products of experts on a GPU -----------------------------------------------------------------
+
+
+def _on_gpu(
+    x: Tensor,
+    ids: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    router: Tensor | None,
+    format: str,
+    experts: int,
+    n: int,
+    gate: str,
+    follows: bool,
+) -> Tensor:
+    """y [T, S, N] of x [T, K] or [T, S, K] and ids [T, S], see `steps.product.experts.experts`.
+
+    weights: packed arrays. gate: "" for none. router: y is [T, N] then. Everything is on one GPU;
+    what is not contiguous, or of a dtype that no kernel reads, is copied.
+    """
+    y = _shape_of(x, ids, weights, bias, router, format, experts, n, gate, follows)
+    if not y.numel():
+        return y
+    k = x.shape[-1]
+    _check(ids, experts)
+    given = [operator._readable(x, x.dtype), y, *weights, ids.contiguous()]
+    of_bias, of_router = (_float(one) for one in (bias, router))
+    given += [one for one in (of_bias, of_router) if one is not None]
+    names = [None if one is None else operator.NAMES[one.dtype] for one in (of_bias, of_router)]
+    tokens, chosen = ids.shape
+    request = ExpertsRequest(
+        format, tokens, chosen, experts, n, k, operator.NAMES[x.dtype], operator.NAMES[x.dtype],
+        IDS[ids.dtype], x.ndim == 3, names[0], gate or None, names[1], follows,
+    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        made = _prepared.of((request, x.get_device()), lambda: _loaded(request, weights))
+        operator.launch(made, given)
+    return y
+
+
+def _shape_of(
+    x: Tensor, ids: Tensor, weights: list[Tensor], bias: Tensor | None, router: Tensor | None,
+    format: str, experts: int, n: int, gate: str, follows: bool,
+) -> Tensor:  # fmt: skip
+    outputs = n // 2 if gate else n
+    shape = (len(ids), outputs) if router is not None else (*ids.shape, outputs)
+    return x.new_empty(shape)
+
+
+_product = torch.library.custom_op(
+    "quantized_gemm::experts", _on_gpu, mutates_args=(), device_types="cuda"
+)
+_product.register_fake(_shape_of)
+
+_prepared: Kept[Prepared] = Kept(operator.PREPARED)
+
+
+def _loaded(request: ExpertsRequest, weights: list[Tensor]) -> Prepared:
+    require_product(request)
+    with operator._loading_allowed():
+        types = [(shape, array_dtype(dtype)) for shape, dtype in operator.array_types(weights)]
+        return prepare(choose(request, operator._machine()), types)
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    """As kernels read it: contiguous, in a dtype that they take."""
+    if x is None:
+        return None
+    return (x if x.dtype in operator.NAMES else x.to(torch.float32)).contiguous()
+
+
+def _check(ids: Tensor, experts: int) -> None:
+    """ValueError for ids that are no expert's, where `check_ids` says so."""
+    if not check_ids or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    wrong = ids[(ids < 0) | (ids >= experts)]
+    if wrong.numel():
+        raise ValueError(
+            f"{wrong.numel()} ids are no expert's, such as {int(wrong[0])}: there are {experts}, "
+            f"from 0 to {experts - 1}"
+        )
+
+
+def _packed(blocks: Tensor, format: str, device: Any) -> list[Tensor]:
+    """The packed arrays of blocks, uint8 [E, N, bytes of a row], on a GPU."""
+    fmt = FORMATS[format]
+    host = operator.host_blocks(blocks.cpu().contiguous(), fmt)
+    return [operator.upload(array, device) for array in packed_arrays(host)]
+
+
+# --- ggml's operation -----------------------------------------------------------------------------
+
+
+@torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=(), device_types="cpu")
+def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+    """y[t, s] = x[t] @ dequantize(blocks[ids[t, s]])^T: every token by the experts chosen for it.
+
+    blocks : uint8 [E, N, bytes of a row]. x: float32, float16 or bfloat16 [T, K], or [T, S, K] with
+             a row for each slot. ids: int32 or int64 [T, S]; where one is not from 0 to E - 1,
+             y[t, s] is NaN.
+
+    Returns [T, S, N] in the dtype of x, on its device. A GPU keeps packed weights beside the blocks
+    of a file, from the first call on and as long as these.
+    """
+    y = _products_of_experts(blocks, x, ids, format).fill_(nan)
+    _check(ids, len(blocks))
+    fmt, rows = FORMATS[format], x if x.ndim == 3 else x[:, None].expand(*ids.shape, -1)
+    for expert in ids.unique().tolist():
+        if 0 <= expert < len(blocks):
+            chosen = ids == expert
+            values = fmt.dequantize(operator.host_blocks(blocks[expert].contiguous(), fmt))
+            product = rows[chosen].to(torch.float32) @ torch.from_numpy(values).T
+            y[chosen] = product.to(x.dtype)
+    return y
+
+
+@mul_mat_id.register_kernel("cuda")
+def _products_on_gpu(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+    _products_of_experts(blocks, x, ids, format)
+    weights = _of_blocks.of(blocks, format, lambda: _packed(blocks, format, x.device))
+    return _product(x, ids, weights, None, None, format, len(blocks), blocks.shape[1], "", False)
+
+
+_of_blocks: KeptWith[list[Tensor]] = KeptWith()
+
+
+@mul_mat_id.register_fake
+def _products_of_experts(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+    _, _, k = _matrices(blocks, format)
+    if x.dtype not in operator.NAMES:
+        raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    slots = tuple(ids.shape)
+    if len(slots) != 2 or tuple(x.shape) not in ((slots[0], k), (*slots, k)):
+        raise ValueError(
+            f"x must have shape [T, {k}] or [T, S, {k}] and ids [T, S], got {list(x.shape)} and "
+            f"{list(ids.shape)}"
+        )
+    if ids.dtype not in IDS:
+        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
+    return x.new_empty((*slots, blocks.shape[1]))
+
+
+def _matrices(blocks: Tensor, format: str) -> tuple[int, int, int]:
+    """(E, N, K) of blocks; TypeError or ValueError for what are none."""
+    if format not in TAKEN:
+        raise ValueError(f"format is {format!r}: it must be one of {', '.join(TAKEN)}")
+    if blocks.dtype != torch.uint8 or blocks.ndim != 3:
+        raise TypeError(
+            f"blocks must be uint8 [E, N, bytes of a row], got {blocks.dtype} {list(blocks.shape)}"
+        )
+    return blocks.shape[0], blocks.shape[1], row_width(FORMATS[format], blocks.shape[2])
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+PARTS: Final = ("gate", "up", "down")
+
+
+class QuantExperts(nn.Module):
+    """The experts of a transformers model over ggml's blocks, called as its own are.
+
+    gate, up, down : (blocks, format): uint8 [E, I, bytes of K], [E, I, bytes of K] and [E, K, bytes
+                     of I].
+    act_fn         : of gates, a module or function; "clamped" for gpt-oss's gate: gates up to 7,
+                     ups from -7 to 7, gate * sigmoid(1.702 gate) * (up + 1).
+    biases         : None, or (of gates [E, I], of ups [E, I], of downs [E, K]).
+
+    A state dict holds the blocks and their formats, as that of a `QuantLinear` does, and biases.
+    Nothing has a gradient. Raises TypeError and ValueError for what are no blocks of such shapes.
+    """
+
+    _buffers: dict[str, Any]
+
+    def __init__(
+        self,
+        gate: tuple[Tensor, str],
+        up: tuple[Tensor, str],
+        down: tuple[Tensor, str],
+        act_fn: Callable[[Tensor], Tensor] | str = torch.nn.functional.silu,
+        biases: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+        given = dict(zip(PARTS, (gate, up, down), strict=True))
+        self.formats = {name: format for name, (_, format) in given.items()}
+        sizes = {name: _matrices(*one) for name, one in given.items()}
+        self.num_experts, self.inner, self.hidden = sizes["gate"]
+        wanted = {"up": sizes["gate"], "down": (self.num_experts, self.hidden, self.inner)}
+        for name, size in wanted.items():
+            if sizes[name] != size:
+                raise ValueError(
+                    f"{name} has shape {list(sizes[name])} and gate {list(sizes['gate'])}: it must "
+                    f"have {list(size)}"
+                )
+        for name, (blocks, _) in given.items():
+            self.register_buffer(f"{name}_blocks", blocks)
+        for name, bias in zip(PARTS, biases or (None, None, None), strict=True):
+            made = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+            self.register_parameter(f"{name}_bias", made)
+        where = gate[0].device
+        if where.type == "cuda":
+            self._move(where)
+
+    @classmethod
+    def from_float(cls, module: Any, format: str = "q4_0") -> QuantExperts:
+        """Quantize the experts of a transformers model: a module with `gate_up_proj` and
+        `down_proj` as Qwen3-MoE and Mixtral have them, or gpt-oss. Raises ValueError for another
+        module, with the reason."""
+        if why := why_not(module, format):
+            raise ValueError(f"{type(module).__name__}: {why}")
+        gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+        act_fn: Any = getattr(module, "act_fn", "clamped")
+        biases = None
+        if _is_transposed(module):
+            both, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+            gate, up = both[:, ::2], both[:, 1::2]
+            of_both, of_down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+            biases = of_both[:, ::2].contiguous(), of_both[:, 1::2].contiguous(), of_down
+        else:
+            gate, up = gate_up.chunk(2, dim=1)
+        gates, ups, downs = ((_quantized(w, format), format) for w in (gate, up, down))
+        made = cls(gates, ups, downs, act_fn, biases)
+        return made.train(module.training).to(gate_up.device)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
+        if not self._on_gpu:
+            return self._on_cpu(hidden_states, top_k_index, top_k_weights)
+        x, ids, dtype = hidden_states, top_k_index, hidden_states.dtype
+        if (both := self._arrays("gate_up")) and self._gate:
+            x = self._launched(x, ids, both, "gate", 2 * self.inner, self._gate)
+        else:
+            gate = self._launched(x, ids, self._arrays("gate"), "gate", self.inner)
+            up = self._launched(x, ids, self._arrays("up"), "up", self.inner)
+            x = self._gated(gate, up).to(dtype)
+        bias = self._bias("down")
+        return _product(
+            x, ids, self._arrays("down"), bias, top_k_weights, self.formats["down"],
+            self.num_experts, self.hidden, "", bool(self._arrays("gate_up")),
+        )  # fmt: skip
+
+    def _launched(
+        self, x: Tensor, ids: Tensor, weights: list[Tensor], name: str, n: int, gate: str = ""
+    ) -> Tensor:
+        bias = self._bias("gate_up" if gate else name)
+        return _product(
+            x, ids, weights, bias, None, self.formats[name], self.num_experts, n, gate, False
+        )
+
+    def _on_cpu(self, hidden_states: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+        parts = {}
+        for name in PARTS[:2]:
+            y = mul_mat_id(self._buffers[f"{name}_blocks"], hidden_states, ids, self.formats[name])
+            parts[name] = self._with_bias(y, name, ids)
+        hidden = self._gated(**parts).to(hidden_states.dtype)
+        y = mul_mat_id(self._buffers["down_blocks"], hidden, ids, self.formats["down"])
+        y = self._with_bias(y, "down", ids)
+        return (y * router.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _with_bias(self, y: Tensor, name: str, ids: Tensor) -> Tensor:
+        bias = self._parameters[f"{name}_bias"]
+        return y if bias is None else y + bias[ids.clamp(0, self.num_experts - 1)].to(y.dtype)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if isinstance(self.act_fn, str):
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+        return self.act_fn(gate) * up
+
+    @property
+    def _gate(self) -> str:
+        """The gate that a kernel has for `act_fn`; "" for none."""
+        if isinstance(self.act_fn, str):
+            return self.act_fn
+        silu = self.act_fn is torch.nn.functional.silu or isinstance(self.act_fn, nn.SiLU)
+        return "silu" if silu or type(self.act_fn).__name__ == "SiLUActivation" else ""
+
+    # --- state ---
+
+    def get_extra_state(self) -> Tensor:
+        """The formats and version of the blocks, see `QuantLinear.get_extra_state`."""
+        return torch.tensor(list(said(self._formats()).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises ValueError for blocks of other formats or of another version."""
+        if (why := refused(state, self._formats())) is not None:
+            raise ValueError(why)
+
+    def _formats(self) -> str:
+        return ", ".join(f"{name} {one}" for name, one in self.formats.items())
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts}, {self._formats()}"
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self._on_gpu:
+            self._pack(self.device)
+
+    # --- memory ---
+
+    @property
+    def _on_gpu(self) -> bool:
+        return "down_0" in self._buffers
+
+    @property
+    def device(self) -> Any:
+        """The device that tokens must be on."""
+        return (self._buffers.get("down_0", self._buffers["down_blocks"])).device
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights on the layer's device."""
+        arrays = [one for name in ("gate_up", *PARTS) for one in self._arrays(name)]
+        arrays = arrays or [self._buffers[f"{name}_blocks"] for name in PARTS]
+        return sum(one.nbytes for one in arrays)
+
+    def _arrays(self, name: str) -> list[Tensor]:
+        """The packed arrays of a part on a GPU, or none."""
+        return [self._buffers[f"{name}_{i}"] for i in range(2) if f"{name}_{i}" in self._buffers]
+
+    def _bias(self, name: str) -> Tensor | None:
+        if name == "gate_up":
+            return self._buffers.get("gate_up_bias")
+        return self._parameters[f"{name}_bias"]
+
+    def _move(self, device: Any) -> None:
+        """Make the packed weights that a GPU needs from the blocks, or drop them."""
+        blocks = {f"{name}_blocks": self._buffers[f"{name}_blocks"] for name in PARTS}
+        self._buffers.clear()
+        self._buffers.update(blocks)
+        if device.type not in ("cuda", "cpu", "meta"):
+            raise ValueError(f"experts are multiplied on cuda and on cpu, not on {device}")
+        if device.type != "cuda":
+            for name, one in blocks.items():
+                moved = one.is_meta and device.type != "meta"
+                self._buffers[name] = (
+                    torch.zeros_like(one, device=device) if moved else one.to(device)
+                )
+            return
+        for name, one in blocks.items():
+            self._buffers[name] = one.cpu()
+        self._pack(device)
+
+    def _pack(self, device: Any) -> None:
+        gate, up, down = (self._buffers[f"{name}_blocks"] for name in PARTS)
+        if self.formats["gate"] == self.formats["up"] and self._gate:
+            both = gates_and_ups(gate, up)
+            self._upload("gate_up", both, self.formats["gate"], device)
+            if self.gate_bias is not None:
+                bias = gates_and_ups(self.gate_bias.detach(), self.up_bias.detach())
+                self.register_buffer("gate_up_bias", bias, persistent=False)
+        else:
+            self._upload("gate", gate, self.formats["gate"], device)
+            self._upload("up", up, self.formats["up"], device)
+        self._upload("down", down, self.formats["down"], device)
+
+    def _upload(self, name: str, blocks: Tensor, format: str, device: Any) -> None:
+        for i, array in enumerate(_packed(blocks, format, device)):
+            self.register_buffer(f"{name}_{i}", array, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantExperts:
+        """.to(), .half(), .cuda() and their like: they move and cast biases. Blocks keep their
+        dtype, and packed weights are made where the layer moves to a GPU."""
+        buffers, self._buffers = self._buffers, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers = buffers
+        here = self.device
+        there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+        if there != here or "gate_up_bias" in buffers:
+            self._move(there)
+        return self
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether its matrices are [E, K, N], with gates and ups in turn, as gpt-oss has them."""
+    return hasattr(module, "gate_up_proj_bias")
+
+
+def why_not(module: Any, format: str) -> str | None:
+    """None for the experts of a transformers model that `QuantExperts.from_float` takes, else why
+    it does not."""
+    fmt = _written_format(format)
+    gate_up: Any = getattr(module, "gate_up_proj", None)
+    down: Any = getattr(module, "down_proj", None)
+    if not (torch.is_tensor(gate_up) and torch.is_tensor(down) and gate_up.ndim == down.ndim == 3):
+        return "it has no gate_up_proj and down_proj of three dimensions"
+    if gate_up.is_meta:
+        return "its weights are on the meta device, without values: load them"
+    e, a, b = gate_up.shape
+    inner, k = (b, a) if _is_transposed(module) else (a, b)
+    wanted = (e, inner // 2, k) if _is_transposed(module) else (e, k, inner // 2)
+    if tuple(down.shape) != wanted or inner % 2:
+        return f"gate_up_proj is {list(gate_up.shape)} and down_proj {list(down.shape)}"
+    if _is_transposed(module):
+        if (getattr(module, "alpha", None), getattr(module, "limit", None)) != (ALPHA, LIMIT):
+            return f"its gate is not gpt-oss's, of alpha {ALPHA} and limit {LIMIT}"
+    elif not callable(getattr(module, "act_fn", None)):
+        return "it has no act_fn"
+    for name, size in (("K", k), ("I", inner // 2)):
+        if size % fmt.elements:
+            return f"{name}={size} is not a multiple of {fmt.elements}, the block of {fmt.name}"
+    return None
+
+
+def _quantized(weight: Tensor, format: str) -> Tensor:
+    """Blocks, uint8 [E, N, bytes of a row], of float weights [E, N, K], one expert at a time."""
+    made = []
+    for one in weight:
+        values = one.to("cpu", torch.float32).contiguous().numpy()
+        made.append(quantize(values, format).view(np.uint8).reshape(len(values), -1))
+    return torch.from_numpy(np.stack(made))
