@@ -12,9 +12,10 @@ from torch import nn
 from qformats.gguf_file import tensors
 from steps.decoder.files import write_tiny
 from steps.nn import ggml_kernels, gguf
+from steps.nn.experts import QuantExperts
 from steps.nn.gguf import PermutedLinear, use_gguf
 from steps.nn.linear import QuantLinear
-from steps.nn.rows import QuantEmbedding, QuantExperts, dequantize
+from steps.nn.rows import QuantEmbedding, dequantize
 from tests.decoder.smollm2 import smollm2
 from tests.nn.gguf_models import installed_gemma, write_lfm2, write_qwen3moe
 
