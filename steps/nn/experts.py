@@ -33,7 +33,7 @@ from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.experts.gates import ALPHA, LIMIT
 from steps.nn import operator as operator
 from steps.nn.kept import KeptWith
-from steps.nn.linear import TAKEN, _written_format, refused, said
+from steps.nn.linear import TAKEN, _written_format, cast, refused, said
 from steps.product.experts import choose, gates_and_ups, packed_arrays, prepare, require_product
 from steps.product.prepared import Kept, Prepared
 from steps.product.rows import row_width
@@ -346,8 +346,13 @@ class QuantExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self._formats()}"
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Blocks that are no bytes are an error of `load_state_dict`, and not loaded. Where the
+        layer is on a GPU they are packed again."""
+        if why := cast(state_dict, prefix, [f"{name}_blocks" for name in PARTS]):
+            others[-1].append(why)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
         if self._on_gpu:
             self._pack(self.device)
 

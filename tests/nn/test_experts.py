@@ -161,6 +161,9 @@ def test_a_state_dict_says_its_formats(gpu: Any) -> None:
     on_gpu.load_state_dict(layer.state_dict())
     assert on_gpu.state_dict().keys() == layer.state_dict().keys()
     assert not torch.equal(on_gpu.gate_0, before), "packed anew"
+    as_floats = {**layer.state_dict(), "up_blocks": layer.up_blocks.half()}
+    with pytest.raises(RuntimeError, match="up_blocks are float16, and blocks are bytes"):
+        on_gpu.load_state_dict(as_floats)
     other, _ = layer_of(("iq4_nl", "q4_1", "q8_0"), silu, biased=True)
     match = r"the state holds gate q4_0, .*the layer takes gate iq4_nl"
     with pytest.raises(ValueError, match=match):
