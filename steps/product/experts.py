@@ -291,11 +291,7 @@ def experts(
     on_device = is_device_array(a)
     format, count, n, k = _weights(w)
     request = _request(a, ids, bias, router, on_device, gate, dtype, (format, count, n, k))
-    where = machine_for(machine, w if isinstance(w, PackedExperts) else None)
-    if isinstance(w, PackedExperts):
-        if machine is not None and machine is not w.machine:
-            raise ValueError(f"w is packed on {w.machine.name}, not on {machine.name}")
-        where = w.machine
+    where = _machine(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
     _require_out(out, request, on_device)
@@ -332,6 +328,15 @@ def _on_host(
     for launch in choice.on(where, source, target, arrays):
         where.run(launch)
     return where.host(target)
+
+
+def _machine(machine: Any, w: Any) -> Any:
+    """The machine to multiply on; packed weights lie on one already."""
+    if not isinstance(w, PackedExperts):
+        return machine_for(machine)
+    if machine not in (None, w.machine):
+        raise ValueError(f"w is packed on {w.machine.name}, not on {machine.name}")
+    return w.machine
 
 
 def _weights(w: Any) -> tuple[str, int, int, int]:

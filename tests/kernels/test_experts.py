@@ -15,12 +15,12 @@ from qformats.storage import storage_format, stored_weights
 from reference.drawn import random_blocks
 from steps import contract
 from steps.compile.compiler import machine_code, signature_of
-from steps.driver.machines import Simulator
+from steps.driver.machines import Gpu, Simulator
 from steps.kernels.experts import few, summed
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.gates import gated
 from steps.product.experts import choose, packed_arrays
-from tests.kernels.between_problems import Output, as_floats, of_dtype
+from tests.kernels.between_problems import GUARD, Output, as_floats, of_dtype
 
 NAMES = few.KERNEL.formats
 
@@ -72,15 +72,23 @@ class Case:
     router: np.ndarray | None = None
     names: Sequence[str] = ()
 
-    def run(self, order: int = 0) -> np.ndarray:
-        """C as float64, whose guard bands are whole."""
+    def run(self, machine: Any = None) -> np.ndarray:
+        """C as float64. Guard bands around it are whole."""
+        machine = machine or Simulator()
         asked, packed = self.request, packed_arrays(self.blocks)
-        out, machine = Output(asked.out_shape, asked.c), Simulator(order)
-        given = ExpertsOperands(*packed, self.a, self.ids, out.array, self.bias, self.router)
-        launches = few.launches(asked, given, machine)
+        out = Output(asked.out_shape, asked.c)
+        given = [*packed, self.a, self.ids, out.array, self.bias, self.router]
+        whole = out._whole
+        if machine.cc is not None:
+            whole = machine.array(out._whole)
+            given = [None if x is None else machine.array(x) for x in given]
+            given[4] = whole[GUARD:-GUARD].reshape(asked.out_shape)
+        launches = few.launches(asked, ExpertsOperands(*given), machine)
         self.names = [launch.kernel.__name__ for launch in launches]
         for launch in launches:
             machine.run(launch)
+        if machine.cc is not None:
+            out._whole[...] = machine.host(whole)
         out.check()
         return as_floats(out.array).astype(np.float64)
 
@@ -114,8 +122,8 @@ class Case:
         roundings = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
         return c, bound + roundings[asked.c] * np.abs(np.nan_to_num(c)) + 1e-7
 
-    def check(self, order: int = 0) -> np.ndarray:
-        got = self.run(order)
+    def check(self, machine: Any = None) -> np.ndarray:
+        got = self.run(machine)
         right, bound = self.right()
         np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
         there = ~np.isnan(right)
@@ -192,7 +200,7 @@ def test_more_experts_than_threads() -> None:
 def test_the_same_bits_in_every_order() -> None:
     """Whatever order thread blocks and warps run in: a result is a sum in a fixed order."""
     one = case(20, 2, 3, 64, 384)
-    np.testing.assert_array_equal(one.run(), one.run(order=1))
+    np.testing.assert_array_equal(one.run(), one.run(Simulator(1)))
 
 
 def test_integers_are_exact() -> None:
@@ -269,3 +277,36 @@ def test_machine_code(name: str, options: dict[str, Any]) -> None:
             if launch.kernel.__name__ != "weighted":
                 assert code.count("UBLKCP")
                 assert code.count("HMMA")
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPU, sized as it is."""
+    monkeypatch.setattr(contract, "_pretended", None)
+    contract.multiprocessors.cache_clear()
+    contract.shared_memory.cache_clear()
+    return Gpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_on_a_gpu(gpu_machine: Any, name: str) -> None:
+    """Of one token, of few that share experts, and of many slots, twice with the same bits."""
+    k = 512 if FORMATS[name].elements > 32 else 416
+    for tokens, dtype in ((1, "float16"), (3, "bfloat16"), (9, "float16"), (80, "float16")):
+        one = case(tokens, 4, 16, 208, k, name, dtype, "float16")
+        np.testing.assert_array_equal(one.check(gpu_machine), one.run(gpu_machine))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 33])
+def test_both_products_of_a_layer_on_a_gpu(gpu_machine: Any, tokens: int) -> None:
+    for gate in ("silu", "clamped"):
+        options: dict[str, Any] = {"bias": "float16", "c": "float16"}
+        case(tokens, 8, 32, 512, 416, gate=gate, **options).check(gpu_machine)
+        options |= {"per_slot": True, "router": "float32", "follows": True}
+        case(tokens, 8, 32, 2048, 256, **options).check(gpu_machine)
+        case(tokens, 3, 32, 2040, 256, a="float32", **options).check(gpu_machine)
