@@ -13,9 +13,12 @@ What is new
         offsets  0        300  300         520       positions of experts 0, 1, 2
         tiles    [128][128][44]  [128][92]           each times the tiles along N
 
-    cp.async does not report bytes to an mbarrier. A thread waits for its own copies of the stage
-    before the last `BEHIND`, makes them known to wgmma, and then its warp arrives: so copies of
-    some stages are always in flight, and a stage is announced while the next ones are issued.
+    cp.async does not report bytes to an mbarrier. Whoever copied waits for its own copies, makes
+    them known to wgmma, and then arrives. So that nobody else waits meanwhile, the producer's warps
+    take stages in turn: while one waits for its stage, three fill the next ones.
+
+        warp 8   | copies of step 0, wait, announce |    | step 4 ...
+        warp 9      | step 1                  |             | step 5 ...
 Why it should help
     A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
     until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
@@ -23,8 +26,8 @@ Why it should help
     weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP
     and tiles of 128 rows multiply 1.25 times as many: 560 us at 690 TFLOPS.
 What it costs
-    The copies of A are instructions of four warps, 16 a lane and stage of 128 tokens. A pass that
-    sorts A first would write and read 134 MB at 4096 tokens: 60 us.
+    The copies of A are instructions, 64 of a warp for a stage of 128 tokens. A pass that sorts A
+    first would write and read 134 MB at 4096 tokens: 60 us.
 Machine code
     HGMMA with its A from registers, LDGSTS.BYPASS.128, UBLKCP, no spills.
 Prerequisites
@@ -65,6 +68,7 @@ from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_u32,
+    load_u32x4,
     mbarrier_arrive,
     mbarrier_init,
     setmaxnreg_dec,
@@ -102,9 +106,8 @@ H200_ROWS: Final = 8
 
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages by which the first warpgroup begins before the other
-REGISTERS: Final = (232, 40)  # of consumers and producers: 2 x 232 + 40 are the 504 of 3 x 168
-CHUNKS: Final = TILE_K // CHUNK_HALVES  # 16-byte chunks of a token in a stage
-ROWS_AT_ONCE: Final = WARPGROUP // CHUNKS  # that the producers copy together
+REGISTERS: Final = (224, 56)  # of consumers and producers: 2 x 224 + 56 are the 504 of 3 x 168
+ROWS_AT_ONCE: Final = 4  # that a warp of the producer copies together, 64 K of each
 BOX_ROW: Final = 2 * BOX_K  # bytes
 
 
@@ -122,7 +125,6 @@ def kernel(
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     acc_halves, is_gated = bn // HALF, gate is not None
     to_floats = output == "float32"
-    behind = min(2, stages - 2)  # stages whose copies are in flight when one is announced
     features = HALF if is_gated else bn  # of C
     # from the weights of a warp's first half to those of its second, and to the next warp's first
     acc_half_bytes, warp_bytes = CONSUMER_WARPS * tile_bytes, tile_bytes
@@ -141,13 +143,14 @@ def kernel(
         staged = 16
     end = scatter(bm, area_at, staged, output, scaled, of_bias, gate)
     load_features, sums, gated, store = end.load_features, end.sums, end.gated, end.store
-    sources_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4  # of int32: source[bm], then
-    offsets_at = sources_at + bm  # offsets[E + 1], first_tile[E + 1]
+    # of int32: a table of rows of A for each producer warp, then offsets[E + 1], first_tile[E + 1]
+    sources_at, each_row = area_at // 4 + WARPGROUPS * end.area_bytes // 4, bm // ROWS_AT_ONCE
+    offsets_at = sources_at + PRODUCER_WARPS * bm
     n_acc, no_sums = bm // 2, zeros_f32(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    copies_of_all, copies_of_all_but = cp_async_wait(0), cp_async_wait(behind)
+    wait_for_copies = cp_async_wait(0)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
-    stagger_barrier, producer_barrier = 1 + WARPGROUPS, 2 + WARPGROUPS  # behind those of `store`
+    stagger_barrier = 1 + WARPGROUPS  # the named barrier behind those of `store`
 
     @cuda.jit(device=True, forceinline=True)
     def count_tiles(tables, offsets, experts, t):
@@ -209,23 +212,39 @@ def kernel(
             bulk_copy(memory, to + i * group_bytes, w, source, group_bytes, memory, barrier)
 
     @cuda.jit(device=True, forceinline=True)
-    def find_sources(tables, rows, first, there, slots, own):
-        """By the producers: source[r], the row of A of row r of a tile, -1 beyond the tile."""
-        barrier_sync(producer_barrier, WARPGROUP)  # nobody loads those of the tile before
-        if own < bm:
+    def find_sources(tables, table_at, rows, first, there, slots, lane):
+        """By a producer warp: the rows of A of a tile, -1 beyond it, those that a lane copies side
+        by side."""
+        cuda.syncwarp()  # nobody loads those of the tile before
+        for r in range(lane, bm, 32):
             source = int32(-1)
-            if own < there:
-                source = int32(uint32(load_u32(rows, int32(first + own))) // uint32(slots))
-            tables[sources_at + own] = source
-        barrier_sync(producer_barrier, WARPGROUP)
+            if r < there:
+                source = int32(uint32(load_u32(rows, int32(first + r))) // uint32(slots))
+            tables[table_at + (r & (ROWS_AT_ONCE - 1)) * each_row + r // ROWS_AT_ONCE] = source
+        cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
-    def announce(memory, stage, lane):
-        """The copies of this warp into a stage have arrived."""
-        fence_proxy_async()
-        cuda.syncwarp()
-        if lane == 0:
-            mbarrier_arrive(memory, full(stage))
+    def copy_rows(memory, tables, table_at, at, a, k, lane):
+        """By a producer warp: 128 K of the rows of a tile to byte `at`, as tensor maps leave them.
+        Rows beyond the tile, and K beyond A, where weights are zeros, become zeros: 0 * NaN would
+        be NaN."""
+        K = int32(a.shape[1])
+        row, chunk = int32(lane >> 3), int32(lane & 7)
+        k = int32(k + chunk * CHUNK_HALVES)
+        lower, upper = k < K, k + BOX_K < K
+        even = int32(at + row * BOX_ROW + (chunk ^ row) * 16)  # of rows 0 to 3 of eight
+        odd = int32(at + (row + 4) * BOX_ROW + (chunk ^ (row + 4)) * 16)
+        for i in range(0, each_row, 4):
+            four = load_u32x4(tables, table_at + row * each_row + i)
+            for j in range(4):
+                source = int32(four[j])
+                to = (odd if j & 1 else even) + (i + j) // 2 * (8 * BOX_ROW)
+                there = int64(source) * K + k
+                size = uint32(16 if source >= 0 and lower else 0)
+                cp_async_16_zfill(memory, to, a, there, size)
+                size = uint32(16 if source >= 0 and upper else 0)
+                cp_async_16_zfill(memory, to + box_bytes, a, there + BOX_K, size)
+        cp_async_commit()
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
     def experts_many(a, w, row_scales, token_scales, bias, c, rows, offsets, sizes):
@@ -239,8 +258,8 @@ def kernel(
         t = int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
         if t == 0:
-            for i in range(stages):  # full: the copies of weights, and each producer warp
-                mbarrier_init(memory, first_barrier + BARRIER_BYTES * i, 1 + PRODUCER_WARPS)
+            for i in range(stages):  # full: the copies of weights are expected, A has arrived
+                mbarrier_init(memory, first_barrier + BARRIER_BYTES * i, 2)
                 mbarrier_init(memory, first_barrier + BARRIER_BYTES * (stages + i), CONSUMER_WARPS)
             fence_mbarrier_init()
         griddepcontrol_launch_dependents()
@@ -251,44 +270,35 @@ def kernel(
         stage, parity, tile_id = int32(0), int32(0), int32(cuda.blockIdx.x)
         if warp >= CONSUMER_WARPS:
             dec_registers()
-            k_there = int32(a.shape[1])
-            own = int32(t - CONSUMERS)
-            row, chunk = int32(own >> 4), int32(own & (CHUNKS - 1))
-            destination = (chunk >> 3) * box_bytes + row * BOX_ROW + ((chunk ^ row) & 7) * 16
-            oldest, pending = int32(0), int32(0)  # of the stages that are not announced yet
+            own = int32(warp - CONSUMER_WARPS)
+            table_at = sources_at + own * bm
+            left = own  # steps until the warp's next one
+            for _ in range(own):
+                stage, parity = next_stage(stage, parity)
             while tile_id < tiles_c:
                 expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
-                find_sources(tables, rows, first, there, slots, own)
-                for step in range(steps):
+                if left < steps:
+                    find_sources(tables, table_at, rows, first, there, slots, lane)
+                step = left
+                while step < steps:
                     wait_empty(memory, stage, parity)
-                    if warp == CONSUMER_WARPS and lane == 0:
+                    if lane == 0:
                         expect(memory, stage, w_bytes)
                         to = weights_at + stage * w_bytes
                         copy_weights(memory, to, w, expert, n0, step, steps, groups, full(stage))
                     cuda.syncwarp()
-                    k = int32(step * TILE_K + chunk * CHUNK_HALVES)
-                    to = stage * a_bytes + destination
-                    for i in range(0, bm, ROWS_AT_ONCE):
-                        # Rows beyond the tile, and K beyond A, where the weights are zeros, become
-                        # zeros: 0 * NaN would be NaN.
-                        source = tables[sources_at + row + i]
-                        size = uint32(16 if source >= 0 and k < k_there else 0)
-                        at = int64(source) * k_there + k
-                        cp_async_16_zfill(memory, to + i * BOX_ROW, a, at, size)
-                    cp_async_commit()
-                    if pending == behind:
-                        copies_of_all_but()
-                        announce(memory, oldest, lane)
-                        oldest = int32(0 if oldest == stages - 1 else oldest + 1)
-                    else:
-                        pending = int32(pending + 1)
-                    stage, parity = next_stage(stage, parity)
+                    at = stage * a_bytes
+                    copy_rows(memory, tables, table_at, at, a, int32(step * TILE_K), lane)
+                    wait_for_copies()
+                    fence_proxy_async()
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(memory, full(stage))
+                    for _ in range(PRODUCER_WARPS):
+                        stage, parity = next_stage(stage, parity)
+                    step = int32(step + PRODUCER_WARPS)
+                left = int32(step - steps)
                 tile_id = int32(tile_id + cuda.gridDim.x)
-            copies_of_all()
-            while pending > 0:
-                announce(memory, oldest, lane)
-                oldest = int32(0 if oldest == stages - 1 else oldest + 1)
-                pending = int32(pending - 1)
             return
 
         inc_registers()

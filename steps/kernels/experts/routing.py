@@ -41,7 +41,7 @@ from steps.instructions import (
 )
 
 WARPS: Final = 16
-IN_FLIGHT: Final = 8
+IN_FLIGHT: Final = 16
 """Loads of a thread before the first is used."""
 THREADS: Final = 32 * WARPS
 EVERY_LANE: Final = 0xFFFFFFFF
