@@ -206,7 +206,7 @@ CASES = {
         replace(SMALL, a="float32", c="float16", format="iq4_nl", n=136, router="float32"),
         "random",
     ),
-    "a sum of odd sizes": (replace(NARROW, n=71, router="bfloat16"), "skewed"),
+    "a sum of odd sizes": (replace(NARROW, n=71, k=672, router="bfloat16"), "skewed"),
 }
 
 

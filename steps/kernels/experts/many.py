@@ -215,7 +215,6 @@ def kernel(
     def find_sources(tables, table_at, rows, first, there, slots, lane):
         """By a producer warp: the rows of A of a tile, -1 beyond it, those that a lane copies side
         by side."""
-        cuda.syncwarp()  # nobody loads those of the tile before
         for r in range(lane, bm, 32):
             source = int32(-1)
             if r < there:
