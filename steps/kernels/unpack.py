@@ -21,7 +21,7 @@ Prerequisites
 **The values** are those of `qformats.dequantize`, rounded once to the slab's dtype, of every format
 that packed tiles hold without loss. Of the others they are `qformats.storage.stored_weights`, which
 products multiply: scales and minima of K-quants and of iq4_xs are rounded to 11 bits, each by
-2^-12 of itself at most. In every format scales and minima that are too small beside the largest of
+2^-11 of itself at most. In every format scales and minima that are too small beside the largest of
 their row become less exact: minima below 2^-29 of it, and scales of mxfp4 below 2^-31, which are 0
 (`qformats.repack.tiles`).
 """
@@ -116,7 +116,9 @@ def of_tiles(stored: str, dtype: str) -> Any:
     def number(words, row, block, sixteen):
         """Of the scales or minima of a lane that of a row, a block and its lower or upper 16 K."""
         if by_bytes:
-            return half_to_float((uint32(words[row]) >> uint32(8 * block) & uint32(255)) << uint32(8))
+            return half_to_float(
+                (uint32(words[row]) >> uint32(8 * block) & uint32(255)) << uint32(8)
+            )
         word, odd = (words[2 * row + block], sixteen) if by_16 else (words[row], block)
         return half_to_float(uint32(word) >> uint32(16 * odd) & uint32(0xFFFF))
 
@@ -239,6 +241,7 @@ def launch(
     if first or width != k:
         raise ValueError(f"columns {first} to {first + width} of {k}: {layout} is unpacked whole")
     if layout == "as_bytes":
-        return rows.launch(format_name, *arrays, slab)
+        (w,) = arrays
+        return rows.launch(format_name, w, slab)
     grid = ceil_div(n, THREADS), k // EIGHT
     return Launch(of_k_outermost(format_name, dtype), grid, (THREADS,), (*arrays, slab))

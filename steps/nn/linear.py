@@ -336,21 +336,18 @@ class QuantLinear(nn.Linear):
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
             raise ValueError(f"x is on {x.device} and the layer is on {here}: move one of them")
-        blocks, graded = None, False
+        graded = False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)
-        transformed = operator.is_transformed()
-        if not x.is_cuda or transformed or (graded and x.requires_grad):
-            blocks = self.blocks
         call: Callable[..., Tensor] = operator.product
-        if transformed:
+        if operator.is_transformed():
             call = operator.Linear.apply
         elif graded or torch.jit.is_tracing():  # a trace is checked with and without gradients
             call = operator.linear
         return call(
             x,
             bias,
-            blocks,
+            None if x.is_cuda else self.blocks,
             weights,
             self._arrays("fast"),
             self.packings,
@@ -377,21 +374,26 @@ class QuantLinear(nn.Linear):
         return held
 
     def dequantize(self) -> Tensor:
-        """The weights, float32 [N, K], on the layer's device: a new tensor at each call."""
-        fmt = FORMATS[self.format]
-        values = fmt.dequantize(operator.host_blocks(self.blocks, fmt))
-        return torch.from_numpy(values).to(self.device)
+        """The weights, float32 [N, K], on the layer's device: a new tensor at each call. On a GPU
+        they are those that kernels multiply (`steps.kernels.unpack`): of K-quants and iq4_xs with
+        scales rounded to 11 bits, else the same."""
+        return self._dequantized(torch.float32)
+
+    def _dequantized(self, dtype: Any) -> Tensor:
+        weights = self._arrays("weights")
+        blocks, size = None if weights else self.blocks, (self.out_features, self.in_features)
+        return operator.dequantize(blocks, weights, self.packings, self.format, *size, dtype)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weights [N, K] in the layer's dtype, read-only, dequantized when they are used."""
         if torch.compiler.is_compiling():  # where nothing uses it, the compiler leaves it out
-            return operator.dequantize(self.blocks, self.format, self.dtype, self.device)
+            return self._dequantized(self.dtype)
         shape = self.out_features, self.in_features
         weight = Weight(
             torch.empty(shape, dtype=self.dtype, device="meta"),
             self.device,
-            lambda: self.dequantize().to(self.dtype),
+            lambda: self._dequantized(self.dtype),
             lambda x, bias: self._product(x, bias),
         )
         if "_is_hf_initialized" in self.__dict__:  # while transformers loads it, see `pretrained`

@@ -36,11 +36,13 @@ import numpy as np
 
 from qformats import FORMATS, Format
 from steps.compile.dry_run import ArrayType
-from steps.contract import FLOATS
+from steps.contract import FLOATS, ceil_div
 from steps.kernels.parts.activations.layouts import GATED
+from steps.kernels.unpack import HALF_K
 from steps.product.choice import Choice, Request, choose
 from steps.product.operands import ALIGNMENT
 from steps.product.prepared import Kept, Prepared, prepare
+from steps.product.rows import prepared_columns
 
 try:
     import torch
@@ -88,6 +90,12 @@ with."""
 CALLS: Final = 32
 """Shapes of x for which a layer keeps what `multiply` worked out, those used last."""
 
+SLAB_BYTES: Final = 24 << 20
+"""Of weights that are unpacked at once for a gradient, which the L2 then holds."""
+
+TILES, TILE_OF_DX = 132, 128 * 256
+"""A slab is wider where its part of dX would have fewer tiles than this, one for each SM."""
+
 ROWS: Final = 512
 """Rows dequantized at once on a CPU: 8 MB of float32 at K = 4096."""
 
@@ -109,8 +117,7 @@ def _on_cpu(
     """y[..., N] = x[..., K] @ dequantize(W)[N, K]^T + bias[N], in the dtype of x.
 
     x        : float32, float16 or bfloat16, any batch dimensions, contiguous or not.
-    blocks   : uint8 [N, bytes of a row], on the CPU: needed for a product there, and for a gradient
-               on any device.
+    blocks   : uint8 [N, bytes of a row], on the CPU: needed for products and gradients there.
     weights, fast : on a GPU the arrays of the one or two packings that `packings` names, such as
                "tiles" or "tiles byte_tiles".
     accuracy, invariant : see `steps.gemm`.
@@ -160,58 +167,133 @@ torch.library.register_fake(_PRODUCT, _shape_of)
 product = torch.ops.quantized_gemm.product.default
 
 
-@torch.library.custom_op("quantized_gemm::linear_input_gradient", mutates_args=())
-def linear_input_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
-    """gradient[..., N] @ dequantize(W)[N, K], in the gradient's dtype and on its device. Blocks are
-    dequantized on the CPU at every call, which is too slow for training."""
-    rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
+@torch.library.custom_op(
+    "quantized_gemm::linear_input_gradient", mutates_args=(), device_types="cpu"
+)
+def linear_input_gradient(
+    gradient: Tensor,
+    blocks: Tensor | None,
+    weights: list[Tensor],
+    packings: str,
+    format: str,
+    n: int,
+    k: int,
+) -> Tensor:
+    """dX[..., K] = gradient[..., N] @ dequantize(W)[N, K], in the gradient's dtype, of `NAMES`.
+
+    On a GPU W is unpacked from `weights` into a slab, some columns at a time, in the gradient's
+    dtype, and torch multiplies by the slab: sums are whole, so the same gradient gives the same
+    bits. float16 holds no weight beyond 65504, and of those below 2^-14 multiples of 2^-24. On a
+    CPU W is dequantized from `blocks`, slowly. Other arguments: see `_on_cpu`.
+    """
+    _require(gradient, n, "gradient")
+    rows = gradient.reshape(-1, n).to(torch.float32)
     total = rows.new_zeros((len(rows), k))
-    with torch.autocast(rows.device.type, enabled=False):
+    with torch.autocast("cpu", enabled=False):
         for first, part in _dequantized(blocks, format):
-            total += rows[:, first : first + len(part)] @ part.to(rows.device)
+            total += rows[:, first : first + len(part)] @ part
     return total.to(gradient.dtype).reshape(*gradient.shape[:-1], k)
 
 
+@linear_input_gradient.register_kernel("cuda")
+def _input_gradient_on_gpu(gradient: Tensor, _blocks: Tensor | None, *rest: Any) -> Tensor:
+    weights, packings, format, n, k = rest
+    _require(gradient, n, "gradient")
+    rows = gradient.reshape(-1, n).contiguous()
+    m, layout = len(rows), packings.partition(" ")[0]
+    total = rows.new_empty((m, k))
+    if m:
+        width = slab_width(m, n, k, rows.itemsize) if layout == "tiles" else k
+        slab = rows.new_empty((n * width,))
+        with torch.autocast("cuda", enabled=False):
+            for first in range(0, k, width):
+                columns = total[:, first : first + width]
+                part = slab[: n * columns.shape[1]].view(n, columns.shape[1])
+                unpack(weights, layout, format, k, first, part)
+                torch.mm(rows, part, out=columns)
+    return total.view(*gradient.shape[:-1], k)
+
+
 @linear_input_gradient.register_fake
-def _shape_of_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
+def _shape_of_gradient(gradient: Tensor, *rest: Any) -> Tensor:
+    n, k = rest[-2:]
+    _require(gradient, n, "gradient")
     return gradient.new_empty((*gradient.shape[:-1], k))
 
 
-@torch.library.custom_op("quantized_gemm::dequantize", mutates_args=())
-def dequantize(blocks: Tensor, format: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The weights [N, K] in a dtype on a device; blocks on the CPU, where they are dequantized."""
+def slab_width(m: int, n: int, k: int, itemsize: int) -> int:
+    """Columns of W that are unpacked at once, a multiple of `unpack.HALF_K` or K: enough to keep a
+    GPU busy with dX[M, width], and not more than the L2 holds where that is enough."""
+    enough = ceil_div(TILES * TILE_OF_DX, m)
+    held = SLAB_BYTES // (n * itemsize)
+    width = max(enough, held) // HALF_K * HALF_K
+    return min(k, max(width, HALF_K))
+
+
+@torch.library.custom_op("quantized_gemm::dequantize", mutates_args=(), device_types="cpu")
+def dequantize(
+    blocks: Tensor | None,
+    weights: list[Tensor],
+    packings: str,
+    format: str,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weights [N, K] in a dtype: of `blocks` on the CPU, there; of `weights` on a GPU, there,
+    as kernels multiply them (`steps.kernels.unpack`). Arguments: see `_on_cpu`."""
+    assert blocks is not None
     fmt = FORMATS[format]
-    values = torch.from_numpy(fmt.dequantize(host_blocks(blocks, fmt)))
-    return values.to(device, dtype)
+    return torch.from_numpy(fmt.dequantize(host_blocks(blocks, fmt))).to(dtype)
+
+
+@dequantize.register_kernel("cuda")
+def _dequantize_on_gpu(_blocks: Tensor | None, weights: list[Tensor], *rest: Any) -> Tensor:
+    packings, format, n, k, dtype = rest
+    own = dtype if dtype in NAMES else torch.float32
+    w = torch.empty((n, k), dtype=own, device=weights[0].device)
+    unpack(weights, packings.partition(" ")[0], format, k, 0, w)
+    return w.to(dtype)
 
 
 @dequantize.register_fake
-def _shape_of_weights(
-    blocks: Tensor, format: str, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    fmt = FORMATS[format]
-    n, row = blocks.shape
-    k = row // fmt.block_bytes * fmt.elements
+def _shape_of_weights(blocks: Tensor | None, weights: list[Tensor], *rest: Any) -> Tensor:
+    n, k, dtype = rest[-3:]
+    device = weights[0].device if blocks is None else blocks.device
     return torch.empty((n, k), dtype=dtype, device=device)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _x, bias, blocks, weights, fast, _packings, _accuracy, format_name, _n, k, *_options = inputs
+    x, bias, blocks, weights, fast, packings, _accuracy, format_name, n, k, *_options = inputs
     if ctx.needs_input_grad[0]:
-        if blocks is None:
-            raise ValueError("a gradient with respect to x needs the blocks: pass them too")
-        ctx.save_for_backward(blocks)
-    ctx.bias, ctx.format, ctx.k = bias is not None and bias.dtype, format_name, k
+        _keep(ctx, x, blocks, weights)
+    ctx.bias, ctx.dtype = bias is not None and bias.dtype, x.dtype
+    ctx.of = packings, format_name, n, k
     ctx.arrays, ctx.rest = (len(weights), len(fast)), inputs[2:]
+
+
+def _keep(ctx: Any, like: Tensor, blocks: Tensor | None, weights: list[Tensor]) -> None:
+    """Save what W is made of again where `like` is: on a GPU the packed weights, else the
+    blocks."""
+    ctx.is_packed = like.is_cuda
+    if blocks is None and not ctx.is_packed:
+        raise ValueError("a gradient with respect to x needs the blocks on the CPU: pass them")
+    ctx.save_for_backward(*(weights if ctx.is_packed else [blocks]))
+
+
+def _kept(ctx: Any) -> tuple[Tensor | None, list[Tensor]]:
+    """(blocks, weights), one of which is missing."""
+    held = list(ctx.saved_tensors)
+    return (None, held) if ctx.is_packed else (held[0], [])
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """With respect to x and bias; the blocks are constant."""
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:
-        (blocks,) = ctx.saved_tensors
         back = InputGradient.apply if is_transformed() else linear_input_gradient
-        of_x = back(gradient, blocks, ctx.format, ctx.k)
+        # a float32 y of x in 16 bits is rounded to these further on: so is what comes back from it
+        of_x = back(gradient.to(ctx.dtype), *_kept(ctx), *ctx.of)
     if ctx.needs_input_grad[1]:
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
@@ -224,22 +306,22 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 linear.register_autograd(_gradients, setup_context=_remember)
 
 
-def _remember_blocks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _gradient, blocks, ctx.format, _k = inputs
-    ctx.save_for_backward(blocks)
+def _remember_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gradient, blocks, weights, *of = inputs
+    _keep(ctx, gradient, blocks, weights)
+    ctx.of, ctx.arrays = of, len(weights)
 
 
 def _gradients_of_gradient(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     """Of dX = dY @ W with respect to dY, from `upstream` [..., K]: by a whole float matrix, so that
     torch can differentiate again."""
-    (blocks,) = ctx.saved_tensors
-    w = dequantize(blocks, ctx.format, torch.float32, upstream.device)
+    w = dequantize(*_kept(ctx), *ctx.of, torch.float32)
     with torch.autocast(upstream.device.type, enabled=False):
         of_gradient = upstream.to(torch.float32) @ w.T
-    return of_gradient.to(upstream.dtype), None, None, None
+    return of_gradient.to(upstream.dtype), None, [None] * ctx.arrays, *(None,) * len(ctx.of)
 
 
-linear_input_gradient.register_autograd(_gradients_of_gradient, setup_context=_remember_blocks)
+linear_input_gradient.register_autograd(_gradients_of_gradient, setup_context=_remember_weights)
 
 
 # --- under transforms -----------------------------------------------------------------------------
@@ -300,15 +382,18 @@ class InputGradient(Function):
     """`linear_input_gradient`, as `Linear` is `linear`."""
 
     @staticmethod
-    def forward(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
-        return linear_input_gradient(gradient, blocks, format, k)
+    def forward(gradient: Tensor, *rest: Any) -> Tensor:
+        return linear_input_gradient(gradient, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _remember_blocks(ctx, inputs, output)
+        _remember_weights(ctx, inputs, output)
         ctx.rest = inputs[1:]
 
-    backward = staticmethod(_gradients_of_gradient)
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        of_gradient, *_ = _gradients_of_gradient(ctx, upstream)
+        return of_gradient, *(None,) * len(ctx.rest)
 
     @staticmethod
     def jvp(ctx: Any, gradient: Tensor, *_: Any) -> Tensor:
@@ -441,6 +526,17 @@ def launch(made: Prepared, arrays: Sequence[Tensor]) -> None:
         room = first.new_empty((made.nbytes,), dtype=torch.uint8)
         workspace = room.data_ptr()
     made([one.data_ptr() for one in arrays], zeros, workspace, stream)
+
+
+def unpack(
+    weights: Sequence[Tensor], layout: str, format: str, k: int, first: int, slab: Tensor
+) -> None:
+    """Queue what fills slab[N, width] with columns first, first + 1, ... of packed weights [N, K],
+    see `steps.kernels.unpack`."""
+    arrays, device = (*weights, slab), slab.get_device()
+    with torch.cuda.device(device), _loading_allowed():
+        made = prepared_columns(layout, format, k, first, array_types(arrays), device)
+    launch(made, arrays)
 
 
 def _addable(bias: Tensor, w: Weights) -> Tensor:
@@ -632,11 +728,11 @@ def _loading_allowed() -> Iterator[None]:
 # --- on any device --------------------------------------------------------------------------------
 
 
-def _require(x: Tensor, k: int) -> None:
+def _require(x: Tensor, k: int, name: str = "x") -> None:
     if x.dtype not in NAMES:
-        raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+        raise TypeError(f"{name} must be float32, float16 or bfloat16, got {x.dtype}")
     if x.ndim < 1 or x.shape[-1] != k:
-        raise ValueError(f"x must have shape [..., {k}], got {list(x.shape)}")
+        raise ValueError(f"{name} must have shape [..., {k}], got {list(x.shape)}")
 
 
 def finished(y: Tensor, dtype: Any, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ launches are prepared once for each shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,7 @@ from steps.compile.dry_run import ArrayType, DryRun, OfArrays, operands
 from steps.contract import Launch
 from steps.driver.launcher import stream_handle
 from steps.kernels import rows as kernel
+from steps.kernels import unpack
 from steps.product.gemm import current_device, machine_for
 from steps.product.operands import (
     ARRAYS,
@@ -175,12 +176,30 @@ _prepared: Kept[Prepared] = Kept(PREPARED)
 def prepared(format: str, arrays: Sequence[ArrayType], device: int) -> Prepared:
     """The launch for bytes of weights, rows and perhaps ids of these shapes and dtypes, on the
     current GPU, whose number is `device`; a call brings their addresses. Kept for the next one."""
-    return _prepared.of((format, tuple(arrays), device), lambda: _loaded(format, arrays))
+    make = partial(_launch, format)
+    return _prepared.of((format, tuple(arrays), device), lambda: _made(make, arrays))
 
 
-def _loaded(format: str, arrays: Sequence[ArrayType]) -> Prepared:
-    recipe, memory = OfArrays(partial(_launch, format), tuple(arrays)), DryRun()
+def _made(make: Callable[..., Launch], arrays: Sequence[ArrayType]) -> Prepared:
+    recipe, memory = OfArrays(make, tuple(arrays)), DryRun()
     return Prepared(recipe.launches(memory), memory, operands(len(arrays)))
+
+
+def prepared_columns(
+    layout: str, format: str, k: int, first: int, arrays: Sequence[ArrayType], device: int
+) -> Prepared:
+    """As `prepared`, for columns `first` and on of weights [N, K] packed in a layout
+    (`steps.kernels.unpack`): of the packed arrays and the slab that these columns go to."""
+    key = layout, format, k, first, tuple(arrays), device
+    make = partial(_launch_columns, layout, format, k, first)
+    return _prepared.of(key, lambda: _made(make, arrays))
+
+
+def _launch_columns(
+    layout: str, format: str, k: int, first: int, *arrays: Any, machine: Any
+) -> Launch:
+    *packed, slab = arrays
+    return unpack.launch(layout, format, packed, k, first, slab)
 
 
 def _launch(format: str, w: Any, rows: Any, ids: Any = None, *, machine: Any) -> Launch:

@@ -15,6 +15,7 @@ from steps.compile.compiler import signature_of
 from steps.driver import encode_map, launcher
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 from steps.nn import operator as torch_operator
+from steps.product import rows as product_rows
 from steps.simulator.launch import simulate
 from tests.driver.fake_gpu import FakeGpu, encode, stream_in
 
@@ -90,6 +91,7 @@ def forget() -> None:
     """What is kept of choices and prepared launches."""
     torch_operator._choices.clear()
     torch_operator._prepared.clear()
+    product_rows._prepared.clear()
 
 
 @pytest.fixture

@@ -22,12 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import steps
-from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
+from qformats.storage import stored_weights
+from reference.drawn import random_blocks
 from steps.driver import launcher
 from steps.driver.machines import Simulator
 from steps.nn import linear
 from steps.nn import operator as torch_operator
 from steps.nn.linear import QuantLinear, quantize_model
+from steps.product import rows as product_rows
 from steps.product import tuning_table
 from steps.product.prepared import Kept
 from steps.registry import kernel_of
@@ -322,8 +325,10 @@ def test_from_a_linear_a_matrix_or_blocks(name: str) -> None:
 def test_the_weight_is_a_tensor_that_is_dequantized_where_it_is_used(monkeypatch: Any) -> None:
     layer = QuantLinear.from_float(nn.Linear(K, N).bfloat16(), "q4_0")
     wanted, x, made = layer.dequantize().bfloat16(), tensor(2, K, dtype=torch.bfloat16), []
-    original = QuantLinear.dequantize
-    monkeypatch.setattr(QuantLinear, "dequantize", lambda s: made.append(1) or original(s))
+    original = QuantLinear._dequantized
+    monkeypatch.setattr(
+        QuantLinear, "_dequantized", lambda s, dtype: made.append(1) or original(s, dtype)
+    )
     w = layer.weight
     assert isinstance(layer, nn.Linear)
     assert (w.dtype, w.shape, w.device) == (torch.bfloat16, (N, K), torch.device("cpu"))
@@ -586,7 +591,7 @@ def test_opcheck(gradient: bool) -> None:
                 )
     torch.library.opcheck(
         torch.ops.quantized_gemm.linear_input_gradient.default,
-        (tensor(2, 3, 5), layer.blocks, "q4_0", 64),
+        (tensor(2, 3, 5).requires_grad_(gradient), layer.blocks, [], "", "q4_0", 5, 64),
     )
 
 
@@ -604,20 +609,18 @@ def test_torch_compile_sees_one_node() -> None:
 
 
 def test_shapes_on_a_gpu_are_known_without_one() -> None:
-    """Blocks on the CPU beside the rest on a GPU, as for a gradient there."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
         x = torch.empty(2, 3, 64, device="cuda", dtype=torch.float16)
         records = torch.empty(9, dtype=torch.uint8, device="cuda")
-        blocks = torch.empty(5, 36, dtype=torch.uint8)
-        for given in (None, blocks):
-            y = torch_operator.linear(
-                x, None, given, [records], [], "tiles", "exact", "q4_0", 5, 64
-            )
-            assert (y.shape, y.dtype, y.device.type) == ((2, 3, 5), torch.float16, "cuda")
-        back = torch_operator.linear_input_gradient(y, blocks, "q4_0", 64)
+        y = torch_operator.linear(x, None, None, [records], [], "tiles", "exact", "q4_0", 5, 64)
+        assert (y.shape, y.dtype, y.device.type) == ((2, 3, 5), torch.float16, "cuda")
+        of = None, [records], "tiles", "q4_0", 5, 64
+        back = torch_operator.linear_input_gradient(y, *of)
         assert (back.shape, back.dtype, back.device.type) == (x.shape, x.dtype, "cuda")
+        w = torch_operator.dequantize(*of, torch.bfloat16)
+        assert (w.shape, w.dtype, w.device.type) == ((5, 64), torch.bfloat16, "cuda")
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -1157,6 +1160,72 @@ def test_the_launches_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPa
     assert made(2) is not before[2], "it was the one used longest ago"
 
 
+def input_gradient(layer: Any, gradient: Any) -> Any:
+    """What the operator's kernel for CUDA makes of it."""
+    return torch_operator._input_gradient_on_gpu(
+        gradient, None, layer._arrays("weights"), layer.packings, layer.format,
+        layer.out_features, layer.in_features,
+    )  # fmt: skip
+
+
+def is_gradient(found: Any, gradient: Any, w: Any) -> bool:
+    """Whether it is the float64 product of a gradient [..., N] and weights [N, K], rounded to its
+    dtype first, but for N sums in float32, in which a tensor core may truncate, and a rounding."""
+    w = w.to(found.dtype).cpu().double()
+    rows = gradient.detach().cpu().double()
+    exact, size = rows @ w, rows.abs() @ w.abs()
+    allowed = (len(w) + 2) * 2.0**-23 * size
+    allowed = allowed + ROUNDING[found.dtype] * (exact.abs() + allowed) + 2.0**-25
+    return bool(((found.detach().cpu().double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("cc", [(9, 0), (7, 5)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
+    host: Any, dtype: Any, cc: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 columns here; of all of them where the layout is not that of tensor cores."""
+    monkeypatch.setattr(torch_operator, "capability", lambda device: cc)
+    monkeypatch.setattr(torch_operator, "slab_width", lambda m, n, k, itemsize: 64)
+    blocks = blocks_of("q5_1")
+    layer, w = uploaded(blocks, accuracy="fast"), torch.from_numpy(dequantize(blocks))
+    g = tensor(3, 5, N, dtype=dtype)
+    for gradient in (g, g[0].T.contiguous().T, g[0, :1].expand(4, N), g[0, 0], g[:, :0]):
+        found = input_gradient(layer, gradient)
+        assert (found.shape, found.dtype) == ((*gradient.shape[:-1], K), dtype)
+        assert is_gradient(found, gradient, w)
+    slabs = ["unpack_tiles"] * 5 if cc >= (8, 0) else ["unpack_k_outermost"]
+    assert [name for name, _, _ in host.launched] == slabs * 4
+    with pytest.raises(ValueError, match=r"gradient must have shape \[..., 68\], got \[2, 67\]"):
+        input_gradient(layer, tensor(2, N - 1, dtype=dtype))
+
+
+def test_a_slab_fits_into_the_l2_or_keeps_the_gpu_busy() -> None:
+    width = torch_operator.slab_width
+    assert width(4096, 4096, 14336, 2) == 3072
+    assert width(4096, 14336, 4096, 4) == 1024
+    assert width(1, 4096, 4096, 2) == 4096
+    assert width(512, 1 << 20, 14336, 2) == 8448
+    assert width(1 << 20, 1 << 20, 4096, 2) == 64
+    assert width(1 << 20, 256, 288, 2) == 288
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q6_k"])
+def test_weights_on_a_gpu_are_those_of_its_kernels(host: Any, name: str) -> None:
+    """Of q6_k with scales of 11 bits; in any dtype."""
+    blocks = (
+        blocks_of() if name == "q4_0" else random_blocks(np.random.default_rng(0), 5, 512, name)
+    )
+    layer, wanted = uploaded(blocks), torch.from_numpy(dequantize(blocks))
+    if name == "q6_k":
+        held = stored_weights(blocks)
+        groups = held.levels.reshape(*held.scale.shape, -1) * held.scale[..., None]
+        wanted = torch.from_numpy(groups.reshape(wanted.shape).astype(np.float32))
+    of = None, layer._arrays("weights"), layer.packings, name, *wanted.shape
+    for dtype in (*DTYPES, torch.float64):
+        assert torch.equal(torch_operator._dequantize_on_gpu(*of, dtype), wanted.to(dtype))
+
+
 def test_layers_of_one_shape_share_their_launches(host: Any) -> None:
     one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
     x = tensor(1, K)
@@ -1475,11 +1544,179 @@ def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_gradients_on_a_gpu(cuda: Any) -> None:
-    layer, x = on_gpu(), tensor(3, K).to(cuda).requires_grad_()
-    upstream = tensor(3, N, seed=3).to(cuda)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in (*WEIGHT_FORMATS, *FILE_FORMATS)]
+    + [("q5_1", torch.float16), ("q5_1", torch.float32)],
+)
+def test_gradients_on_a_gpu(cuda: Any, name: str, dtype: Any, monkeypatch: Any) -> None:
+    """By several slabs, ragged in N; the same bits each time; nothing waits for the GPU."""
+    monkeypatch.setattr(torch_operator, "slab_width", lambda m, n, k, itemsize: 320)
+    for one in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        monkeypatch.setattr(torch.backends.cuda.matmul, one, False)
+    if FORMATS[name].written:
+        blocks = blocks_of(name, 516, 1024)
+    else:
+        blocks = random_blocks(np.random.default_rng(0), 516, 1024, name)
+    layer = QuantLinear.from_blocks(blocks, tensor(516)).to(cuda)
+    w, codec = layer.dequantize(), torch.from_numpy(dequantize(blocks)).to(cuda)
+    rounded = name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+    assert torch.equal(w, codec) is not rounded
+    torch.testing.assert_close(w, codec, rtol=0, atol=2.0**-10 * float(codec.abs().max()))
+    assert torch.equal(layer.weight, w.to(layer.dtype))
+    x = tensor(2, 40, 1024, dtype=dtype).to(cuda).requires_grad_()
+    upstream, found = tensor(2, 40, 516, dtype=dtype, seed=3).to(cuda), []
     layer(x).backward(upstream)
-    torch.testing.assert_close(x.grad, upstream @ layer.dequantize(), atol=1e-3, rtol=1e-3)
+    for _ in range(3):
+        y, x.grad = layer(x), None
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y.backward(upstream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(x.grad)
+    assert found[0].dtype == dtype
+    assert is_gradient(found[0], upstream, w)
+    assert all(torch.equal(one, found[0]) for one in found)
+    for m in (1, 300):
+        upstream = tensor(m, 516, dtype=dtype, seed=4).to(cuda)
+        assert is_gradient(input_gradient(layer, upstream), upstream, w)
+
+
+class WithAdapter(nn.Module):
+    """A frozen quantized layer and an adapter of rank 8 beside it."""
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        super().__init__()
+        self.base = QuantLinear.from_blocks(blocks)
+        n, k = self.base.out_features, self.base.in_features
+        self.before = nn.Linear(k, k, bias=False)
+        self.down, self.up = nn.Linear(k, 8, bias=False), nn.Linear(8, n, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        x = self.before(x)  # so that the quantized layer's input has a gradient
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(device: Any, dtype: Any) -> Any:
+    torch.manual_seed(0)
+    return WithAdapter(blocks_of("q5_1", 516, 1024)).to(device, dtype)
+
+
+def trained(model: Any, x: Any, optimizer: Any) -> Any:
+    """One step; the loss."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_whole_step_of_training_is_captured(cuda: Any, dtype: Any) -> None:
+    """Forward, backward and update in one CUDA graph: the bits of eager steps."""
+    xs = [tensor(40, 1024, dtype=dtype, seed=i).to(cuda) for i in range(4)]
+    model, other = adapted(cuda, dtype), adapted(cuda, dtype)
+    rate = {"lr": 0.5, "momentum": 0.9, "foreach": True}
+    optimizer, eager = (torch.optim.SGD(one.parameters(), **rate) for one in (model, other))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x in xs[:2]:
+            trained(model, x, optimizer)
+    torch.cuda.current_stream().wait_stream(side)
+    x, graph = xs[0].clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = trained(model, x, optimizer)
+    losses = [trained(other, one, eager) for one in xs[:2]]
+    for one in xs[2:]:
+        x.copy_(one)
+        graph.replay()
+        losses.append(trained(other, one, eager))
+        assert torch.equal(loss, losses[-1])
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, another)
+    assert losses[-1] != losses[0]
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_kernels_not_loaded_is_captured(cuda: Any) -> None:
+    layer = QuantLinear.from_blocks(blocks_of("q5_0", 516, 1024)).to(cuda)
+    x, upstream = tensor(40, 1024).to(cuda).requires_grad_(), tensor(40, 516).to(cuda)
+    wanted = upstream @ layer.dequantize()
+    product_rows._prepared.clear()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (found,) = torch.autograd.grad(layer(x), x, upstream)
+    graph.replay()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_training_is_compiled_on_a_gpu(cuda: Any, mode: str) -> None:
+    """The quantized layer's part has the same bits; what is around it is torch's."""
+    layer = QuantLinear.from_blocks(blocks_of("q5_1", 516, 1024)).to(cuda)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    for seed in range(4):  # the first ones warm up and record
+        torch.compiler.cudagraph_mark_step_begin()
+        x = tensor(40, 1024, dtype=torch.bfloat16, seed=seed).to(cuda).requires_grad_()
+        upstream = tensor(40, 516, dtype=torch.bfloat16, seed=seed + 9).to(cuda)
+        (found,) = torch.autograd.grad(compiled(x), x, upstream)
+        assert torch.equal(found, torch.autograd.grad(layer(x), x, upstream)[0])
+
+
+@pytest.mark.gpu
+def test_checkpoints_and_autocast_on_a_gpu(cuda: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, found = QuantLinear.from_blocks(blocks_of("q5_1", 516, 1024)).to(cuda), []
+    upstream = tensor(40, 516, dtype=torch.bfloat16, seed=3).to(cuda)
+    calls = [layer, *(lambda x, r=r: checkpoint(layer, x, use_reentrant=r) for r in (0, 1))]
+    for call in calls:
+        x = tensor(40, 1024).to(cuda).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = call(x)
+            assert y.dtype == torch.bfloat16
+            y.backward(upstream)  # in float32 it must stay what it is within autocast, too
+        found.append(x.grad)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert found[0].dtype == torch.float32
+    assert is_gradient(found[0].bfloat16(), upstream, layer.dequantize())
+    x = tensor(40, 1024).to(cuda).requires_grad_()
+    y = layer(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        y.backward(upstream.float())
+    assert is_gradient(x.grad, upstream, layer.dequantize())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_derivatives_of_gradients_on_a_gpu(cuda: Any) -> None:
+    layer, plain = (one.to(cuda) for one in beside_torchs())
+    x = X.to(cuda)
+
+    def twice(f: Any) -> Any:
+        (gradient,) = torch.autograd.grad(
+            cubes(f)(t := x.clone().requires_grad_()), t, create_graph=True
+        )
+        return torch.autograd.grad(gradient.square().sum(), t)
+
+    ways = {
+        "double backward": twice,
+        "hessian": lambda f: func.hessian(cubes(f))(x[0]),
+        "gradients of samples": lambda f: torch.vmap(func.grad(cubes(f)))(x),
+        "jvp": lambda f: func.jvp(f, (x,), (x,)),
+    }
+    for name, way in ways.items():
+        found, wanted = (tree_leaves(way(one)) for one in (layer, plain))
+        for one, other in zip(found, wanted, strict=True):
+            off = 0.02 * float(other.detach().abs().max())  # kernels round x to int8
+            torch.testing.assert_close(one, other, rtol=0, atol=off, msg=lambda m, n=name: n + m)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ from reference.problem import Problem
 from steps.nn import ggml_kernels, rows
 from steps.nn.linear import QuantLinear
 from steps.nn.rows import QuantEmbedding, dequantize, get_rows
-from steps.product import rows as product_rows
 
 NAMES = (*WEIGHT_FORMATS, *FILE_FORMATS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,10 +44,8 @@ def gpu(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return layer
 
     monkeypatch.setattr(QuantLinear, "to", moved)
-    product_rows._prepared.clear()
     ggml_kernels._packed.clear()
     yield host
-    product_rows._prepared.clear()
     ggml_kernels._packed.clear()
 
 
