@@ -377,23 +377,27 @@ class QuantLinear(nn.Linear):
         """The weights, float32 [N, K], on the layer's device: a new tensor at each call. On a GPU
         they are those that kernels multiply (`steps.kernels.unpack`): of K-quants and iq4_xs with
         scales rounded to 11 bits, else the same."""
-        return self._dequantized(torch.float32)
+        return operator.dequantize(*self.unpacked_from, torch.float32)
 
-    def _dequantized(self, dtype: Any) -> Tensor:
+    @property
+    def unpacked_from(self) -> tuple[Any, ...]:
+        """What `operator.dequantize` and `operator.linear_input_gradient` make the weights of, on
+        the layer's device: their arguments from blocks to k."""
         weights = self._arrays("weights")
-        blocks, size = None if weights else self.blocks, (self.out_features, self.in_features)
-        return operator.dequantize(blocks, weights, self.packings, self.format, *size, dtype)
+        blocks = None if weights else self.blocks
+        size = self.out_features, self.in_features
+        return blocks, weights, self.packings, self.format, *size
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weights [N, K] in the layer's dtype, read-only, dequantized when they are used."""
         if torch.compiler.is_compiling():  # where nothing uses it, the compiler leaves it out
-            return self._dequantized(self.dtype)
+            return operator.dequantize(*self.unpacked_from, self.dtype)
         shape = self.out_features, self.in_features
         weight = Weight(
             torch.empty(shape, dtype=self.dtype, device="meta"),
             self.device,
-            lambda: self._dequantized(self.dtype),
+            lambda: operator.dequantize(*self.unpacked_from, self.dtype),
             lambda x, bias: self._product(x, bias),
         )
         if "_is_hf_initialized" in self.__dict__:  # while transformers loads it, see `pretrained`

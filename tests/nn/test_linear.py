@@ -325,10 +325,8 @@ def test_from_a_linear_a_matrix_or_blocks(name: str) -> None:
 def test_the_weight_is_a_tensor_that_is_dequantized_where_it_is_used(monkeypatch: Any) -> None:
     layer = QuantLinear.from_float(nn.Linear(K, N).bfloat16(), "q4_0")
     wanted, x, made = layer.dequantize().bfloat16(), tensor(2, K, dtype=torch.bfloat16), []
-    original = QuantLinear._dequantized
-    monkeypatch.setattr(
-        QuantLinear, "_dequantized", lambda s, dtype: made.append(1) or original(s, dtype)
-    )
+    original = torch_operator.dequantize
+    monkeypatch.setattr(torch_operator, "dequantize", lambda *of: made.append(1) or original(*of))
     w = layer.weight
     assert isinstance(layer, nn.Linear)
     assert (w.dtype, w.shape, w.device) == (torch.bfloat16, (N, K), torch.device("cpu"))
@@ -1162,10 +1160,7 @@ def test_the_launches_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPa
 
 def input_gradient(layer: Any, gradient: Any) -> Any:
     """What the operator's kernel for CUDA makes of it."""
-    return torch_operator._input_gradient_on_gpu(
-        gradient, None, layer._arrays("weights"), layer.packings, layer.format,
-        layer.out_features, layer.in_features,
-    )  # fmt: skip
+    return torch_operator._input_gradient_on_gpu(gradient, *layer.unpacked_from)
 
 
 def is_gradient(found: Any, gradient: Any, w: Any) -> bool:
@@ -1186,7 +1181,7 @@ def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
 ) -> None:
     """Of 64 columns here; of all of them where the layout is not that of tensor cores."""
     monkeypatch.setattr(torch_operator, "capability", lambda device: cc)
-    monkeypatch.setattr(torch_operator, "slab_width", lambda m, n, k, itemsize: 64)
+    monkeypatch.setattr(torch_operator, "slab_width", lambda n, k, itemsize: 64)
     blocks = blocks_of("q5_1")
     layer, w = uploaded(blocks, accuracy="fast"), torch.from_numpy(dequantize(blocks))
     g = tensor(3, 5, N, dtype=dtype)
@@ -1200,14 +1195,13 @@ def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
         input_gradient(layer, tensor(2, N - 1, dtype=dtype))
 
 
-def test_a_slab_fits_into_the_l2_or_keeps_the_gpu_busy() -> None:
+def test_a_slab_is_the_whole_of_most_layers() -> None:
     width = torch_operator.slab_width
-    assert width(4096, 4096, 14336, 2) == 3072
-    assert width(4096, 14336, 4096, 4) == 1024
-    assert width(1, 4096, 4096, 2) == 4096
-    assert width(512, 1 << 20, 14336, 2) == 8448
-    assert width(1 << 20, 1 << 20, 4096, 2) == 64
-    assert width(1 << 20, 256, 288, 2) == 288
+    assert width(14336, 4096, 2) == 4096
+    assert width(14336, 4128, 4) == 4128
+    assert width(28672, 8192, 2) == 4096
+    assert width(128256, 4096, 2) == 1024
+    assert width(1 << 30, 288, 4) == 64
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q6_k"])
@@ -1221,9 +1215,9 @@ def test_weights_on_a_gpu_are_those_of_its_kernels(host: Any, name: str) -> None
         held = stored_weights(blocks)
         groups = held.levels.reshape(*held.scale.shape, -1) * held.scale[..., None]
         wanted = torch.from_numpy(groups.reshape(wanted.shape).astype(np.float32))
-    of = None, layer._arrays("weights"), layer.packings, name, *wanted.shape
     for dtype in (*DTYPES, torch.float64):
-        assert torch.equal(torch_operator._dequantize_on_gpu(*of, dtype), wanted.to(dtype))
+        found = torch_operator._dequantize_on_gpu(*layer.unpacked_from, dtype)
+        assert torch.equal(found, wanted.to(dtype))
 
 
 def test_layers_of_one_shape_share_their_launches(host: Any) -> None:
@@ -1551,7 +1545,7 @@ def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
 )
 def test_gradients_on_a_gpu(cuda: Any, name: str, dtype: Any, monkeypatch: Any) -> None:
     """By several slabs, ragged in N; the same bits each time; nothing waits for the GPU."""
-    monkeypatch.setattr(torch_operator, "slab_width", lambda m, n, k, itemsize: 320)
+    monkeypatch.setattr(torch_operator, "slab_width", lambda n, k, itemsize: 320)
     for one in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         monkeypatch.setattr(torch.backends.cuda.matmul, one, False)
     if FORMATS[name].written:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from results.measure import as_called, humming
+from results.measure import as_called, gradients, humming
 from results.measure.as_called import WAYS
 from results.record import provenance
 from steps.nn import operator
@@ -86,3 +88,67 @@ def test_calls_are_measured_beside_torch_and_left_out_where_they_are_wrong(
     assert said[0].startswith("gemm.plan exact float16 q4_0 at (2, 128, 256) was not measured: ")
     assert said[1].startswith("humming_w4a8 at (2, 128, 256) was not measured: RuntimeError: it is")
     assert "NMSE" in said[1]
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+SECONDS = {"matmul": 2e-3, "step": 5e-3}
+"""Of a call by the name of its function; 3 ms of `linear_input_gradient`."""
+
+
+def cost_of_gradient(call: Any) -> float:
+    return SECONDS.get(getattr(call.func, "__name__", ""), 3e-3)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> FakeStopwatch:
+    watch = FakeStopwatch(cost_of_gradient, simulated=False, l2_bytes=30_000)
+
+    class Captures:
+        def __init__(self, stopwatch: FakeStopwatch) -> None:
+            self.capture = stopwatch.capture
+
+        def warm_up(self, call: Any) -> Any:
+            return call()
+
+    monkeypatch.setattr(gradients, "DEVICE", "cpu")
+    monkeypatch.setattr(gradients, "TorchCaptures", Captures)
+    monkeypatch.setattr(gradients, "release", lambda: None)
+    monkeypatch.setattr(gradients, "GpuStopwatch", lambda: watch)
+    monkeypatch.setattr(operator, "reserve_counters", lambda *_: None)
+    monkeypatch.setattr(gradients, "SIZES", ((2, 64, 256), (3, 64, 256)))
+    monkeypatch.setattr(gradients, "DRAWN", 48)
+    every = gradients.measure
+    monkeypatch.setattr(gradients, "measure", lambda s: every(s, gradients.SIZES, QUICK))
+    return watch
+
+
+def test_every_row_stands_beside_torch_in_its_loop(
+    on_the_cpu: FakeStopwatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gradients.json"
+    assert gradients.main(["--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["versions"] == {"torch": torch.__version__}
+    assert [tuple(row[key] for key in ("dtype", "M", "format")) for row in record["rows"]] == [
+        (dtype, m, name)
+        for dtype in gradients.DTYPES
+        for m in (2, 3)
+        for name in gradients.FORMATS_MEASURED
+    ]
+    for row in record["rows"]:
+        assert (row["N"], row["K"]) == (64, 256)
+        for what, ours, theirs in (("gradient", 3000, 2000), ("step", 5000, 5000)):
+            figures = row[what]
+            assert (figures["us"], figures["torch_us"]) == (ours, theirs)
+            assert figures["x_torch"] == pytest.approx(theirs / ours)
+            assert figures["rounds"] == 3
+    assert {len(each) for each in on_the_cpu.rounds if len(each) > 1} == {8}
+    assert capsys.readouterr().out.count("gradient 3000.0 us, torch 2000.0; step 5000.0 us") == 12
+
+
+def test_a_wrong_gradient_is_not_timed(on_the_cpu: FakeStopwatch, monkeypatch: Any) -> None:
+    right = operator.linear_input_gradient
+    monkeypatch.setattr(operator, "linear_input_gradient", lambda *given: 1.01 * right(*given))
+    with pytest.raises(RuntimeError, match=r"dX is wrong: NMSE 9.*e-05, the limit is 2e-05"):
+        gradients.main([])
