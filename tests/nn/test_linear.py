@@ -11,6 +11,8 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -1537,17 +1539,39 @@ def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
         layer(x.cpu())
 
 
+@pytest.fixture
+def whole_sums() -> Iterator[None]:
+    """Sums of cuBLAS are float32 to the end, where torch else lets it round parts of them."""
+    names = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
+    for one in names:
+        setattr(torch.backends.cuda.matmul, one, False)
+    yield
+    for one in names:
+        setattr(torch.backends.cuda.matmul, one, True)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """RuntimeError from torch where its work would wait for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.bfloat16) for name in (*WEIGHT_FORMATS, *FILE_FORMATS)]
     + [("q5_1", torch.float16), ("q5_1", torch.float32)],
 )
+@pytest.mark.usefixtures("whole_sums")
 def test_gradients_on_a_gpu(cuda: Any, name: str, dtype: Any, monkeypatch: Any) -> None:
     """By several slabs, ragged in N; the same bits each time; nothing waits for the GPU."""
     monkeypatch.setattr(torch_operator, "slab_width", lambda n, k, itemsize: 320)
-    for one in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, one, False)
     if FORMATS[name].written:
         blocks = blocks_of(name, 516, 1024)
     else:
@@ -1563,11 +1587,8 @@ def test_gradients_on_a_gpu(cuda: Any, name: str, dtype: Any, monkeypatch: Any) 
     layer(x).backward(upstream)
     for _ in range(3):
         y, x.grad = layer(x), None
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             y.backward(upstream)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         found.append(x.grad)
     assert found[0].dtype == dtype
     assert is_gradient(found[0], upstream, w)
@@ -1665,6 +1686,7 @@ def test_training_is_compiled_on_a_gpu(cuda: Any, mode: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_sums")
 def test_checkpoints_and_autocast_on_a_gpu(cuda: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
