@@ -150,7 +150,7 @@ def _figures(ours: Contestant, theirs: Contestant) -> dict[str, float]:
     """Microseconds, and how many times as long torch takes, the median of the rounds."""
     figures = asdict(ours.timing) | {"torch_us": theirs.timing.us}
     figures["x_torch"] = ratio(theirs.times, ours.times)
-    return {key: float(f"{value:.6g}") for key, value in figures.items()}
+    return {key: one if key == "rounds" else float(f"{one:.6g}") for key, one in figures.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@
     between/    what a decoder computes between its products; each file is its own lesson
     experts/    products of mixtures of experts, see `steps.product.experts`
     rows.py     rows of a quantized matrix as floats
+    unpack.py   columns of packed weights as floats, for gradients
     parts/      what several rooms share: weights, activation passes, epilogues, stream-K
 
 `steps.registry.KERNELS` lists the modules that define a `KERNEL`; `gemm` chooses among these, and

@@ -19,7 +19,8 @@ Quantized models of transformers are saved and loaded as others are (`steps.nn.p
 Memory. Blocks stay in host memory, wherever the layer is. A GPU holds the packed weights that
 kernels read. They are made on the host, on all cores, when the layer is moved there, and have the
 size of the blocks, N and K rounded up to 128; with `accuracy="fast"` there is a second packing. So
-a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is fast.
+a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is fast. While a gradient is computed
+its weights are there as floats, too, or of a large layer 256 MB of them at a time.
 
 Products. On a GPU the layer selects the kernel from M at each call, as `steps.gemm` does
 (`steps.nn.operator`). The launches of the 512 products used last are kept, for all layers together.
@@ -74,8 +75,12 @@ class QuantLinear(nn.Linear):
     and bfloat16 as they are, and round float32 to float16 or, with a scale per 32 values, to int8.
     Where `accuracy` is "fast" they may round x to int8 with a scale per token (see `steps.gemm`).
 
-    x has a gradient, computed with the dequantized weights as if x had not been rounded. It
-    dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
+    x has a gradient, computed with the dequantized weights as if x had not been rounded. On a GPU
+    a kernel unpacks them, rounded to the gradient's dtype, and torch multiplies: at 4096 tokens
+    this takes 1.07 times as long as torch.matmul with weights of 16 bits, at 512 tokens 1.4 to 1.6
+    times (an H200). Equal gradients give equal bits, and nothing waits for the GPU, so a whole step
+    of training can be captured in a CUDA graph. On a CPU weights are dequantized at every call. The
+    weights have no gradient.
 
     It is a torch.nn.Linear, so that code which looks for Linears finds it, such as PEFT, which puts
     adapters on it. Its `weight` is no Parameter but a read-only tensor that is dequantized when it

@@ -20,6 +20,9 @@ The workspace is allocated by torch on the current stream. So calls on several s
 it, and in a CUDA graph it lies in the pool of that graph. Counters are kept from call to call
 (`counters`), so no call has to set them to zero. Nothing waits for the GPU.
 
+The gradient of x is `linear_input_gradient`: packed weights are unpacked to floats on the GPU
+(`steps.kernels.unpack`), and torch multiplies by these.
+
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
 

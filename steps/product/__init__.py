@@ -22,5 +22,5 @@ operands.py       argument checks: what A, W, C and a bias are, or an error of o
 gemm.py           `gemm`, `pack`, and Product: a product of arrays on the GPU
 plan.py           `gemm.plan`: a Product with memory of its own
 experts.py        `experts`, `pack_experts`: the same steps for products with chosen experts
-rows.py           `dequantize` and `get_rows`: no product, rows of weights as floats
+rows.py           weights as floats: `dequantize`, `get_rows`, columns of packed weights
 """

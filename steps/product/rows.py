@@ -8,7 +8,8 @@
 
 Every value is what `qformats.dequantize` makes, rounded once to the dtype asked for. Layers of
 torch have the same as operators: `steps.nn.rows`. The kernel is that of `steps.kernels.rows`; its
-launches are prepared once for each shape.
+launches are prepared once for each shape, and so are those of `steps.kernels.unpack`, for columns
+of packed weights (`prepared_columns`).
 """
 
 from __future__ import annotations
