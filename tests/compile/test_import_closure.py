@@ -96,9 +96,8 @@ def imports_and_code(source: str) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def test_prose_and_imports_of_every_file_are_those_of_the_language() -> None:
-    rooms = (*ROOMS, "results", "reference", "tests")
-    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
-    assert len(files) > 400
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 200
     for path in files:
         source = path.read_text(encoding="utf-8")
         imports, lines = imports_and_code(source)
