@@ -8,6 +8,7 @@ ggml_kernels.py  the kernels that transformers asks for where it keeps a GGUF fi
 pretrained.py  models of transformers, quantized, through its save_pretrained and from_pretrained
 adapters.py    adapters of PEFT merged into quantized layers
 weight.py      what reads of a layer's `weight` get
+kept.py        what is made of a tensor's values and kept as long as its memory
 shard.py       which part of a layer each rank of a group has
 all_reduce.py  sums over the ranks
 """
