@@ -43,7 +43,7 @@ endif
 
 # What is typed as NAME=value reaches the shell as "$$NAME", of the environment, and is expanded neither
 # by make nor by the shell: quotes, dollars and blanks in it stay what they are.
-VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE JOBS \
+VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS COUNT CASE JOBS \
           LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPU GPUS
 $(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
 # NAME= alone is refused: a shell's variable that is empty would ask for all steps and not for one file.

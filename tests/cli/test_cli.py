@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,32 +79,29 @@ def test_json_is_nothing_but_json_and_check_takes_a_machine_and_a_lane_order() -
     assert one["nmse_same_operands"] == 0, "an exact problem has no error at all"
 
 
-def test_diff_is_against_the_parent() -> None:
+def test_diff_is_against_the_parent(capsys) -> None:
     done = typed("diff", "4")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0] == "--- steps/step03_shared_tiled.py"
     assert lines[1] == "+++ steps/step04_dp4a_emulated.py"
     assert any(line.startswith("@@") for line in lines)
-    other = typed("diff", "4", "--against", "2", "--lines", "0")
-    assert other.stdout.startswith("--- steps/step02_naive_w4a8.py")
+    assert cli.main(["diff", "4", "--against", "2", "--lines", "0"]) == 0
+    assert capsys.readouterr().out.startswith("--- steps/step02_naive_w4a8.py")
 
 
-@pytest.mark.parametrize(
-    ("kind", "marks"),
-    [
-        ("ptx", [".visible .entry", ".target sm_80"]),
-        pytest.param("sass", ["EXIT", ".text.", "/*0000*/"], marks=pytest.mark.slow),
-    ],
-)
-def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
-    done = typed(kind, "2", "--arch", "8.0", "--format", "q4_0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("w4a8_naive for sm_80: step 2 W4A8 q4_0")
-    assert re.search(r"\d+ registers, 0 bytes of stack, spills 0 \+ 0 bytes", done.stdout)
-    assert re.search(r"^IMAD +\d+$", done.stdout, re.MULTILINE)
-    for mark in marks:
-        assert mark in done.stdout
+def test_machine_code_of_a_step(capsys) -> None:
+    for kind, marks in (
+        ("ptx", (".visible .entry", ".target sm_80")),
+        ("sass", ("EXIT", ".text.", "/*0000*/")),
+    ):
+        assert cli.main([kind, "2", "--arch", "8.0", "--format", "q4_0"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("w4a8_naive for sm_80: step 2 W4A8 q4_0")
+        assert re.search(r"\d+ registers, 0 bytes of stack, spills 0 \+ 0 bytes", said)
+        assert re.search(r"^IMAD +\d+$", said, re.MULTILINE)
+        for mark in marks:
+            assert mark in said
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_help_is_the_default_and_lists_every_target() -> None:
 
 TYPED = {
     **dict.fromkeys(
-        ("STEP", "M", "N", "K", "SEED", "SECONDS", "LINE", "WARP", "GPUS", "JOBS"), "7"
+        ("STEP", "M", "N", "K", "SEED", "SECONDS", "COUNT", "LINE", "WARP", "GPUS", "JOBS"), "7"
     ),
     **{"TOKENS": "8", "TEMPERATURE": "0.5", "TOP_P": "0.9", "IDS": "1,2"},
     **{"DTYPE": "float16", "ARCH": "sm_80", "TOOL": "memcheck", "ONLY": "home", "ACCURACY": "fast"},
@@ -185,7 +185,6 @@ def test_a_step_through_make() -> None:
     done = make("diff", "STEP=2", "VENV=system", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--- steps/step01_naive_w4a16.py")
-    assert make("step99", "VENV=system", f"PYTHON={sys.executable}").returncode != 0
 
 
 # --- the set-up -----------------------------------------------------------------------------------
