@@ -5,6 +5,7 @@ loop.py          the loop: contestants take turns, round by round
 products.py      data, launches and checks of a product that is timed
 bench.py         what is measured in which order, and what is left as it is
 as_called.py     what a caller gets: gemm.plan and QuantLinear beside torch
+gradients.py     the gradient of x of a QuantLinear beside torch's
 experts.py       products of mixtures of experts beside torch's
 cublas.py        cuBLAS through torch
 humming.py       the layers of the package `humming-kernels`

@@ -1,8 +1,9 @@
-"""Tables of whole models: one of transformers, the decoder's, and how near a real one stays.
+"""Tables of whole models: one of transformers, the decoder's, how near a real one stays; gradients.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
 same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code
-that is in git history (commit a939d511: results/measure/transformers_llama.py).
+that is in git history (commit a939d511: results/measure/transformers_llama.py). So does
+gradients.json, of single layers (`results.measure.gradients`).
 """
 
 from __future__ import annotations
@@ -121,11 +122,46 @@ def of_quality(path: Path) -> Table | None:
     )
 
 
+def of_gradients(path: Path) -> Table | None:
+    """The gradient of x beside torch's, in bfloat16: a row for each size, formats side by side."""
+    run, where = _read(path)
+    if run is None:
+        return None
+    sizes: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for row in run["rows"]:
+        if row["dtype"] == "bfloat16":
+            sizes.setdefault((row["M"], row["N"], row["K"]), {})[row["format"]] = row
+    formats = list(next(iter(sizes.values())))
+
+    def told(name: str, what: str) -> Callable[[Any], str]:
+        def text(rows: Any) -> str:
+            one = rows[name][what]
+            return f"{number(one['us'])} ({ratio(one['x_torch'])})"
+
+        return text
+
+    first = formats[0]
+    return of_records(
+        (
+            Column("M", lambda rows: f"{rows[first]['M']}"),
+            Column("N x K", lambda rows: f"{rows[first]['N']} x {rows[first]['K']}", words=True),
+            Column("torch.matmul", lambda rows: number(rows[first]["gradient"]["torch_us"])),
+            *(Column(name, told(name, "gradient")) for name in formats),
+            Column("y and dX, torch", lambda rows: number(rows[first]["step"]["torch_us"])),
+            *(Column(name, told(name, "step")) for name in formats),
+        ),
+        list(sizes.values()),
+        f"dX = dY @ W of a QuantLinear in bfloat16, in us and beside torch with bfloat16 weights, "
+        f"{where}. On the right with the product before it.",
+    )
+
+
 TABLES: Final = (
     ("A model of transformers", of_transformers, "transformers.json"),
     ("A decoder", of_decoder, "decoder.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
+    ("Gradients of x", of_gradients, "gradients.json"),
 )
 """(its title, the table, the file beside run.json)."""
 

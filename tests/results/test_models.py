@@ -60,8 +60,32 @@ def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
     assert told(models.of_quality(path)) == text
 
 
+def test_gradients_stand_beside_torch_by_size(tmp_path: Path) -> None:
+    rows = [
+        {
+            **{"format": name, "dtype": dtype, "M": m, "N": 3, "K": 4},
+            "gradient": {"us": 1.5 * m * (i + 1), "torch_us": float(m), "x_torch": 0.5 / (i + 1)},
+            "step": {"us": 30.0, "torch_us": 15.0 * (i + 1), "x_torch": 0.75},
+        }
+        for dtype in ("float16", "bfloat16")
+        for m in (8, 16)
+        for i, name in enumerate(("q4_0", "q6_k"))
+    ]
+    text = told(models.of_gradients(write(tmp_path / "h9" / "gradients.json", rows=rows)))
+    assert "in bfloat16, in us and beside torch" in text[0]
+    assert text[2] == "| M | N x K | torch.matmul | q4_0 | q6_k | y and dX, torch | q4_0 | q6_k |"
+    assert text[4:] == [
+        "| 8 | 3 x 4 | 8.00 | 12.0 (0.50x) | 24.0 (0.25x) | 15.0 | 30.0 (0.75x) | 30.0 (0.75x) |",
+        "| 16 | 3 x 4 | 16.0 | 24.0 (0.50x) | 48.0 (0.25x) | 15.0 | 30.0 (0.75x) | 30.0 (0.75x) |",
+    ]
+
+
 @pytest.mark.parametrize(
-    "made", [models.of_decoder, models.of_gpus, models.of_quality, models.of_transformers]
+    "made",
+    [
+        *(models.of_decoder, models.of_gpus, models.of_quality),
+        *(models.of_transformers, models.of_gradients),
+    ],
 )
 def test_what_was_not_measured_is_left_out(tmp_path: Path, made: Any) -> None:
     assert made(tmp_path / "nothing.json") is None
