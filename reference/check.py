@@ -217,7 +217,7 @@ def check(
         same = same.astype(np.float16).astype(np.float64)
     if exact and dtype == np.uint16:
         same = rounded_to_bfloat16(same.astype(np.float32)).astype(np.float64)
-    allowed = limits(problem, family, operands, (rows.size, columns.size))
+    allowed = limits(problem, family, operands, (rows.size, columns.size), size)
     if allowed.nmse_float and dtype == np.uint16:
         low, high = allowed.nmse_float
         allowed = replace(allowed, nmse_float=(low, high + BFLOAT16_NMSE))

@@ -185,13 +185,16 @@ def limits(
     family: str,
     operands: str = "f32",
     outputs: tuple[int, int] | None = None,
+    size: Array | None = None,
 ) -> Limits:
     """The limits of one family on one problem, of which outputs = (rows, columns) are compared, by
     default all of [M, N]. `operands` as of `bound`; ValueError for an unknown family or operands.
+    size: the magnitude of each output, as `bound` takes it, where they are not of one size.
     """
     known_family(family)
     rows, columns = outputs or (problem.m, problem.n)
-    kernel = _kernel_limit(family, problem, operands, rows * columns)
+    energies = np.ones(rows * columns) if size is None else size.ravel() ** 2
+    kernel = _kernel_limit(family, problem, operands, _most_of_mean(energies))
     expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
     drawn = problem.distribution in WEIGHT_NMSE and not FORMATS[problem.format].written
     if not problem.knows_floats or (expected is None and not drawn):
@@ -225,12 +228,23 @@ def limits(
     return Limits(kernel, product, weights)
 
 
-def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) -> float:
+def _most_of_mean(energies: Array) -> float:
+    """What a sum of squares of normal numbers of such energies may be times what is expected; it is
+    more once in e^12 (Laurent and Massart, Annals of Statistics 28, lemma 1). Of n of one energy:
+    1 + 2 sqrt(12 / n) + 24 / n. One that is much larger than the others counts alone.
+    """
+    largest = float(energies.max(initial=0))
+    if not 0 < largest < math.inf:
+        energies, largest = np.ones(energies.size), 1.0
+    shares = energies / largest
+    shares = shares / shares.sum()
+    return 1 + 2 * math.sqrt(12 * float(shares @ shares)) + 24 * float(shares.max())
+
+
+def _kernel_limit(family: str, problem: Problem, operands: str, few: float) -> float:
+    """few: how much more than expected the outputs that are compared may lose, at most."""
     _rounding(operands)
     k = problem.k
-    # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) + 24 / n
-    # times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
-    few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
     if operands == "int8":  # exact integer sums, three roundings of each output: (3 u)^2 at most
         return 9 * FLOAT32_ROUNDOFF**2
     if family == "A8":

@@ -419,6 +419,28 @@ def test_one_output_may_lose_what_its_sum_does_but_not_a_block(k: int, seed: int
     assert "nmse" in check(rough, problem, "A8", q81).failures, "2e-4 of what sums come to"
 
 
+def test_a_row_that_is_larger_than_the_others_counts_alone() -> None:
+    """Columns of nine outputs of weights rounded to float16, one of them 1000 times the others."""
+    problem = Problem(9, 4096, 256, "q8_0", "normal", 2)
+    used = Halves.of_values(problem.a)
+    a, w = used.values().astype(np.float64), dequantize(problem.blocks).astype(np.float64)
+    a[3] *= 1000
+    c = (a @ w.astype(np.float16).astype(np.float64).T).astype(np.float32)
+    same, size = a @ w.T, np.abs(a) @ np.abs(w).T
+    many = limits(problem, "A16", "f16_weights", (9, 1)).nmse_same_operands
+    beyond = wrong = 0
+    for n in range(4096):
+        one = np.s_[:, n : n + 1]
+        allowed = limits(problem, "A16", "f16_weights", (9, 1), size[one]).nmse_same_operands
+        cancelled = checking._cancellation(size[one], same[one], 256)
+        assert nmse(c[one], same[one]) <= allowed * cancelled, n
+        beyond += nmse(c[one], same[one]) > many * cancelled
+        off = c[one] + 2e-2 * float(np.mean(same**2)) ** 0.5  # a hundred times what rounding costs
+        wrong += nmse(off, same[one]) > allowed * cancelled
+    assert beyond, "as if all nine counted"
+    assert wrong > 0.9 * 4096
+
+
 def test_few_outputs_that_cancel_may_lose_what_others_do() -> None:
     """Each output by itself, of weights rounded to float16: also where it is near zero."""
     problem = Problem(96, 96, 256, "q8_0", "normal", 2)
