@@ -263,18 +263,29 @@ class QuantExperts(nn.Module):
         if why := why_not(module, format):
             raise ValueError(f"{type(module).__name__}: {why}")
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
-        act_fn: Any = getattr(module, "act_fn", "clamped")
-        biases = None
         if _is_transposed(module):
             both, down = gate_up.transpose(1, 2), down.transpose(1, 2)
             gate, up = both[:, ::2], both[:, 1::2]
-            of_both, of_down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
-            biases = of_both[:, ::2].contiguous(), of_both[:, 1::2].contiguous(), of_down
         else:
             gate, up = gate_up.chunk(2, dim=1)
         gates, ups, downs = ((_quantized(w, format), format) for w in (gate, up, down))
-        made = cls(gates, ups, downs, act_fn, biases)
+        made = cls(gates, ups, downs, getattr(module, "act_fn", "clamped"), _biases(module))
         return made.train(module.training).to(gate_up.device)
+
+    @classmethod
+    def empty(cls, module: Any, formats: dict[str, str]) -> QuantExperts:
+        """A layer without values in the place of experts of a transformers model, on the meta
+        device; biases are the module's."""
+        e, k, inner = _sizes(module)
+        rows = {"gate": (inner, k), "up": (inner, k), "down": (k, inner)}
+        parts = []
+        for name in PARTS:
+            fmt, (n, width) = FORMATS[formats[name]], rows[name]
+            shape = e, n, width // fmt.elements * fmt.block_bytes
+            made = torch.empty(shape, dtype=torch.uint8, device="meta")
+            parts.append((made, fmt.name))
+        gate, up, down = parts
+        return cls(gate, up, down, getattr(module, "act_fn", "clamped"), _biases(module))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
@@ -438,6 +449,20 @@ def _is_transposed(module: Any) -> bool:
     return hasattr(module, "gate_up_proj_bias")
 
 
+def _biases(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Those of gates, ups and downs; None where there are none."""
+    if not _is_transposed(module):
+        return None
+    both, down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+    return both[:, ::2].contiguous(), both[:, 1::2].contiguous(), down
+
+
+def _sizes(module: Any) -> tuple[int, int, int]:
+    """(E, K, I)"""
+    e, a, b = module.gate_up_proj.shape
+    return (e, a, b // 2) if _is_transposed(module) else (e, b, a // 2)
+
+
 def why_not(module: Any, format: str) -> str | None:
     """None for the experts of a transformers model that `QuantExperts.from_float` takes, else why
     it does not."""
@@ -448,17 +473,16 @@ def why_not(module: Any, format: str) -> str | None:
         return "it has no gate_up_proj and down_proj of three dimensions"
     if gate_up.is_meta:
         return "its weights are on the meta device, without values: load them"
-    e, a, b = gate_up.shape
-    inner, k = (b, a) if _is_transposed(module) else (a, b)
-    wanted = (e, inner // 2, k) if _is_transposed(module) else (e, k, inner // 2)
-    if tuple(down.shape) != wanted or inner % 2:
+    e, k, inner = _sizes(module)
+    wanted = (e, inner, k) if _is_transposed(module) else (e, k, inner)
+    if tuple(down.shape) != wanted:
         return f"gate_up_proj is {list(gate_up.shape)} and down_proj {list(down.shape)}"
     if _is_transposed(module):
         if (getattr(module, "alpha", None), getattr(module, "limit", None)) != (ALPHA, LIMIT):
             return f"its gate is not gpt-oss's, of alpha {ALPHA} and limit {LIMIT}"
     elif not callable(getattr(module, "act_fn", None)):
         return "it has no act_fn"
-    for name, size in (("K", k), ("I", inner // 2)):
+    for name, size in (("K", k), ("I", inner)):
         if size % fmt.elements:
             return f"{name}={size} is not a multiple of {fmt.elements}, the block of {fmt.name}"
     return None

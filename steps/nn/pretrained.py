@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qformats import FORMATS
 from steps.nn import operator as operator
+from steps.nn.experts import PARTS, QuantExperts
 from steps.nn.linear import QuantLinear, empty_layer, nn, torch
 from steps.product.operands import weight_format
 
@@ -40,7 +41,8 @@ METHOD: Final = "steps.nn.pretrained"
 
 @register_quantization_config(METHOD)
 class BlocksConfig(QuantizationConfigMixin):
-    """What a config says. layers: the options of `QuantLinear` for each, by its name."""
+    """What a config says. layers: the options of `QuantLinear` for each, by its name; for experts
+    their `formats`."""
 
     def __init__(self, layers: dict[str, dict[str, Any]], quant_method: str = METHOD) -> None:
         self.quant_method, self.layers = METHOD, layers
@@ -48,7 +50,7 @@ class BlocksConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class Blocks(HfQuantizer):
-    """What transformers asks when it saves and loads a model with `QuantLinear`s."""
+    """What transformers asks when it saves and loads a model with `QuantLinear`s and experts."""
 
     is_trainable = True
     is_compileable = True
@@ -70,7 +72,7 @@ class Blocks(HfQuantizer):
             return None, {}  # floats again, or adapters alone
         state, seen = model.state_dict(), set()
         for layer in layers:
-            for key in (f"{layer}.blocks", f"{layer}.bias"):
+            for key in [key for key in state if key.rpartition(".")[0] == layer]:
                 if (tensor := state.get(key)) is not None:
                     state[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
                     seen.add(tensor.data_ptr())
@@ -85,9 +87,13 @@ class Blocks(HfQuantizer):
         modules, layers = dict(model.named_modules()), self.quantization_config.layers
         made = set()
         for name, options in layers.items():
-            if (found := _name_in(model, modules, name)) is None:
+            if (found := _name_in(model, modules, name, options)) is None:
                 continue  # of a head, which this class of the model has not
-            layer = empty_layer(modules[found], **options)
+            layer: Any
+            if "formats" in options:
+                layer = QuantExperts.empty(modules[found], **options)
+            else:
+                layer = empty_layer(modules[found], **options)
             layer._is_hf_initialized = True  # else transformers initializes the weights
             parent, _, last = found.rpartition(".")
             setattr(modules[parent], last, layer.train(modules[found].training))
@@ -95,7 +101,7 @@ class Blocks(HfQuantizer):
         if not made:
             raise ValueError(
                 f"the config names {len(layers)} quantized layers, such as {min(layers)}, "
-                f"and a {type(model).__name__} has no Linear of any of these names"
+                f"and a {type(model).__name__} has no layer of any of these names"
             )
         tied = model.all_tied_weights_keys.items()  # each layer has its own blocks in the file
         model.all_tied_weights_keys = {
@@ -113,16 +119,19 @@ class Blocks(HfQuantizer):
             if not _is_quantized(layer):
                 continue
             del layer._is_hf_initialized  # from here on an initialization raises
-            if not getattr(layer.blocks, "_is_hf_initialized", False):
-                raise ValueError(
-                    f"the config says that {name} is {layer.format}, and the checkpoint has no "
-                    f"{name}.blocks: load it with a config that has no quantization_config"
-                )
-            device, layer.blocks = layer.blocks.device, layer.blocks.cpu()
-            try:
-                weight_format(operator.host_blocks(layer.blocks, FORMATS[layer.format]))
-            except ValueError as error:
-                raise ValueError(f"{name}.blocks: {error}") from error
+            for key, format in _blocks(layer).items():
+                blocks = layer._buffers[key]
+                if not getattr(blocks, "_is_hf_initialized", False):
+                    raise ValueError(
+                        f"the config says that {name} is {format}, and the checkpoint has no "
+                        f"{name}.{key}: load it with a config that has no quantization_config"
+                    )
+                device, host = blocks.device, blocks.cpu()
+                layer._buffers[key] = host
+                try:
+                    weight_format(operator.host_blocks(host.flatten(0, -2), FORMATS[format]))
+                except ValueError as error:
+                    raise ValueError(f"{name}.{key}: {error}") from error
             layer._move(device)
         del model.is_quantized  # for which .half() and .float() would raise
         tell_transformers(model)
@@ -154,7 +163,9 @@ def _tell(model: Any) -> dict[str, dict[str, Any]]:
     layers = {}
     floats = [one.dtype for one in model.parameters() if one.is_floating_point()]
     for name, one in model.named_modules(remove_duplicate=False):
-        if _is_quantized(one):
+        if isinstance(one, QuantExperts):
+            layers[name] = {"formats": dict(one.formats)}
+        elif _is_quantized(one):
             options: dict[str, Any] = {"format": one.format}
             if one.accuracy != "exact":
                 options["accuracy"] = one.accuracy
@@ -174,18 +185,30 @@ def _tell(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _is_quantized(module: Any) -> bool:
-    return isinstance(module, QuantLinear)
+    return isinstance(module, QuantLinear | QuantExperts)
 
 
-def _marker(layers: dict[str, Any]) -> str:
-    return f"{min(layers)}.weight"
+def _blocks(layer: Any) -> dict[str, str]:
+    """The names of a layer's buffers of blocks, and their formats."""
+    if isinstance(layer, QuantExperts):
+        return {f"{name}_blocks": layer.formats[name] for name in PARTS}
+    return {"blocks": layer.format}
 
 
-def _name_in(model: Any, modules: dict[str, Any], name: str) -> str | None:
-    """The name of a Linear in a model that may be the body of the one that was saved, or have it as
-    its body."""
+def _marker(layers: dict[str, dict[str, Any]]) -> str:
+    """The name of a float tensor that the model would have without quantized layers."""
+    linears = [name for name, options in layers.items() if "formats" not in options]
+    return f"{min(linears)}.weight" if linears else f"{min(layers)}.gate_up_proj"
+
+
+def _name_in(model: Any, modules: dict[str, Any], name: str, options: dict[str, Any]) -> str | None:
+    """The name of a Linear, or of experts, in a model that may be the body of the one that was
+    saved, or have it as its body."""
     prefix = f"{model.base_model_prefix}."
     for one in (name, prefix + name, name.removeprefix(prefix)):
-        if isinstance(modules.get(one), nn.Linear):
+        module = modules.get(one)
+        if isinstance(module, nn.Linear):
+            return one
+        if "formats" in options and hasattr(module, "gate_up_proj"):
             return one
     return None

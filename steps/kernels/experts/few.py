@@ -42,7 +42,7 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import BLOCK, FORMATS
+from qformats import FORMATS
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
 from qformats.storage import storage_format
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors, shared_memory
@@ -56,6 +56,7 @@ from steps.instructions import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
+    prefetch_l2,
     shfl,
     store_f32,
     store_u32x4,
@@ -80,11 +81,6 @@ WARP: Final = 32
 NAN: Final = math.nan
 COLUMNS: Final = (1, 2, 4, 8)
 """Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
-
-H200_MANY: Final = 4
-"""With more tokens to an expert than this, on average, groups are of `MOST_COLUMNS`."""
-
-MOST_COLUMNS: Final = 16
 
 ROOM: Final = (128, 512, 1024)
 """Products of a token with an expert that a thread block has tables for, the first that all fit in;
@@ -135,16 +131,6 @@ class Variant:
         return self.warps * self.stages * self.slot_bytes
 
     @property
-    def token_groups(self) -> int:
-        """Of eight tokens, the columns of an mma."""
-        return max(1, self.tokens // 8)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of a warp's sums of an item."""
-        return 4 * WARP * 4 * PAIR * self.token_groups
-
-    @property
     def sums_at(self) -> int:
         """And where sums of shared items begin, two for each warp; before, what `route` uses."""
         return self.bars_at + ceil_div(8 * self.warps * self.stages, 128) * 128
@@ -152,7 +138,7 @@ class Variant:
     @property
     def groups_at(self) -> int:
         """And the list of groups."""
-        return self.sums_at + 2 * self.warps * self.sum_bytes
+        return self.sums_at + 2 * self.warps * SUM_BYTES
 
     @property
     def order_at(self) -> int:
@@ -165,6 +151,12 @@ class Variant:
         return self.order_at + (4 * self.room if self.tokens > 1 else 0)
 
 
+SUMS: Final = 4 * PAIR
+"""Of a lane, of an item: see `steps.kernels.decode.product.Product`."""
+
+SUM_BYTES: Final = 4 * WARP * SUMS
+
+
 # --- the end of an item ---------------------------------------------------------------------------
 
 
@@ -172,58 +164,54 @@ class Variant:
 def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tuple[Any, Any, Any]:
     """(load_scales, finished, write), device functions of a warp, whose lanes have the sums `acc`
     of an item."""
-    tokens, groups = how.tokens, how.token_groups
-    columns = min(2, tokens)
-    quads = max(1, min(4, tokens // 2))  # of a quad's lanes: those with tokens of their own
-    load_bias, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, how.scaled
+    tokens = how.tokens
+    columns, quads = min(2, tokens), max(1, tokens // 2)  # of a lane; lanes of a quad with some
+    load_one, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, how.scaled
     gated = how.gate is not None
     gate_of, store = GATE_OF[how.gate or "silu"], STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
-    def load_scales(factors, row_scales, first, lane):
-        """Of rows g, g + 8, g + 16, g + 24 of an item whose rows begin at `first` of row_scales."""
+    def load_scales(factors, added, row_scales, bias, e, n, rows, N, begins, lane):
+        """Scales, and the bias, of rows g, g + 8, g + 16, g + 24 of an item of expert e, which has
+        `rows` rows in row_scales. n: its first row; begins: whether sums are those of the beginning
+        of K, to which the bias is added."""
         for i in range(4):
-            factors[i] = load_f32(row_scales, first + (lane >> 2) + 8 * i)
+            row = int32(n + (lane >> 2) + 8 * i)
+            factors[i] = load_f32(row_scales, e * rows + row)
+            added[i] = float32(0)
+            if biased and begins:
+                added[i] = load_one(bias, e * N + min(row, int32(N - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def sum_of(j, i, column):
-        """The sum of rows g + 8 i and of a column of the lane's, of token group j."""
-        return 4 * (groups * (i // 2) + j) + 2 * (i % 2) + column
-
-    @cuda.jit(device=True, forceinline=True)
-    def finished(acc, factors, token_scales, bias, e, n, N, rows, begins, lane):
-        """acc = sums times all scales, plus the bias. n: the item's first row; rows: of A, of the
-        lane's columns; begins: whether the sums are those of the beginning of K."""
-        for j in range(groups):
-            for column in range(columns):
-                of_token = float32(1)
-                if scaled:
-                    of_token = load_f32(token_scales, rows[2 * j + column])
-                for i in range(4):
-                    at = sum_of(j, i, column)
-                    acc[at] = acc[at] * (factors[i] * float32(scale)) * of_token
-                    if biased and begins:
-                        row = int32(n + (lane >> 2) + 8 * i)
-                        acc[at] += load_bias(bias, e * N + min(row, int32(N - 1)))
+    def finished(acc, factors, added, token_scales, rows):
+        """acc = sums times all scales, plus the bias. rows: of A, of the lane's columns."""
+        for column in range(columns):
+            of_token = float32(1)
+            if scaled:
+                of_token = load_f32(token_scales, rows[column])
+            for i in range(4):
+                at = 2 * i + column
+                acc[at] = acc[at] * (factors[i] * float32(scale)) * of_token
+                if biased:
+                    acc[at] += added[i]
 
     @cuda.jit(device=True, forceinline=True)
     def write(acc, c, slots, n, outputs, here, known, lane):
         """Sums of an item to C. slots: of the lane's columns; n: the item's first output; known:
         whether its expert is one."""
         quad = int32(lane & 3)
-        for j in range(groups):
-            for column in range(columns):
-                if quad < quads and 8 * j + quad * columns + column < here:
-                    row = int64(slots[2 * j + column]) * outputs
-                    for i in range(2 if gated else 4):
-                        x = acc[sum_of(j, i, column)]
-                        if gated:
-                            x = gate_of(x, acc[sum_of(j, i + 2, column)])
-                        if not known:
-                            x = float32(NAN)
-                        of_row = int32(n + (lane >> 2) + 8 * i)
-                        if of_row < outputs:
-                            store(c, row + of_row, x)
+        for column in range(columns):
+            if quad < quads and quad * columns + column < here:
+                at = int64(slots[column]) * outputs
+                for i in range(2 if gated else 4):
+                    x = acc[2 * i + column]
+                    if gated:
+                        x = gate_of(x, acc[4 + 2 * i + column])
+                    if not known:
+                        x = float32(NAN)
+                    row = int32(n + (lane >> 2) + 8 * i)
+                    if row < outputs:
+                        store(c, at + row, x)
 
     return load_scales, finished, write
 
@@ -249,8 +237,6 @@ def kernel(
     weights = PAIR * tile_bytes
     bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
     columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
-    n_acc, sum_bytes, token_groups = product.sums, how.sum_bytes, how.token_groups
-    n_columns = 2 * token_groups  # of a lane
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
     @cuda.jit(device=True, forceinline=True)
@@ -313,9 +299,9 @@ def kernel(
         smem = cuda.shared.array(0, uint8, alignment=128)
         counts = cuda.shared.array(experts, int32)
         totals = cuda.shared.array(warps, int32)
-        acc, factors = cuda.local.array(n_acc, float32), cuda.local.array(4, float32)
-        slots = cuda.local.array(n_columns, int32)
-        rows = cuda.local.array(n_columns, int32)
+        acc, factors = cuda.local.array(SUMS, float32), cuda.local.array(4, float32)
+        added = cuda.local.array(4, float32)
+        slots, rows = cuda.local.array(2, int32), cuda.local.array(2, int32)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
         k_tiles, pairs, row_tiles, E, N, outputs, chosen, all_slots = sizes
@@ -351,6 +337,12 @@ def kernel(
         walk = int64(0), k_tile, int32(0), int32(0), item
         if u < stop:
             walk = begin(smem, ids, base, item, k_tile, sizes, lane)
+        # of the warp's items row scales, which would be waited for at the end of each
+        further = int32(item + lane)
+        if u < stop and (further < last or (further == last and end > 0)):
+            e, _, _, pair = locate_item(smem, ids, base, further, pairs, E)
+            row = max(e, 0) * (row_tiles * TILE_ROWS) + PAIR * TILE_ROWS * pair
+            prefetch_l2(row_scales, row, 4 * PAIR * TILE_ROWS)
         first = walk
         for s in range(stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
@@ -382,17 +374,18 @@ def kernel(
         while u < stop:
             e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
             row = int32(PAIR * TILE_ROWS * pair)
-            load_scales(factors, row_scales, max(e, 0) * (row_tiles * TILE_ROWS) + row, lane)
-            for j in range(token_groups):
-                for column in range(columns):
-                    at = min(int32(8 * j + quad * columns + column), int32(here - 1))
-                    i = 2 * j + column
-                    slots[i] = slot_at(smem, base, int32(place + at))
-                    rows[i] = int32(uint32(slots[i]) // uint32(chosen))
-            for i in range(n_acc):
+            begins, left = k_tile == 0, int32(min(int32(stop - u), int32(k_tiles - k_tile)))
+            load_scales(
+                factors, added, row_scales, bias, max(e, 0), row, row_tiles * TILE_ROWS, N, begins,
+                lane,
+            )  # fmt: skip
+            for column in range(columns):
+                at = min(int32(quad * columns + column), int32(here - 1))
+                slots[column] = slot_at(smem, base, int32(place + at))
+                rows[column] = int32(uint32(slots[column]) // uint32(chosen))
+            for i in range(SUMS):
                 acc[i] = 0
             offsets = places(lane, here, pitch)
-            begins, left = k_tile == 0, int32(min(int32(stop - u), int32(k_tiles - k_tile)))
             ends = k_tile + left == k_tiles
             u = int32(u + left)
             while left > 0:
@@ -407,12 +400,12 @@ def kernel(
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)
             finish(acc)
-            finished(acc, factors, token_scales, bias, max(e, 0), row, N, rows, begins, lane)
+            finished(acc, factors, added, token_scales, rows)
             if begins and ends:
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             else:
-                to = sums_at + sum_bytes * (2 * warp + (1 if begins else 0)) + 4 * lane
-                for i in range(n_acc):
+                to = sums_at + SUM_BYTES * (2 * warp + (1 if begins else 0)) + 4 * lane
+                for i in range(SUMS):
                     store_f32(smem, to + 4 * WARP * i, acc[i])
             item, k_tile = int32(item + 1), int32(0)
 
@@ -424,17 +417,16 @@ def kernel(
             until = owner(int32(int32(i + 1) * k_tiles - 1), steps)
             if v < until:
                 e, place, here, pair = locate_item(smem, ids, base, first_item + i, pairs, E)
-                for j in range(token_groups):
-                    for column in range(columns):
-                        at = min(int32(8 * j + quad * columns + column), int32(here - 1))
-                        slots[2 * j + column] = slot_at(smem, base, int32(place + at))
-                at = sums_at + sum_bytes * (2 * v + 1) + 4 * lane
-                for j in range(n_acc):
+                for column in range(columns):
+                    at = min(int32(quad * columns + column), int32(here - 1))
+                    slots[column] = slot_at(smem, base, int32(place + at))
+                at = sums_at + SUM_BYTES * (2 * v + 1) + 4 * lane
+                for j in range(SUMS):
                     acc[j] = load_f32(smem, at + 4 * WARP * j)
                 while v < until:
                     v = owner(int32(uint32(steps * uint32(v + 1)) // uint32(warps)), steps)
-                    at = sums_at + sum_bytes * (2 * v) + 4 * lane
-                    for j in range(n_acc):
+                    at = sums_at + SUM_BYTES * (2 * v) + 4 * lane
+                    for j in range(SUMS):
                         acc[j] += load_f32(smem, at + 4 * WARP * j)
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             i = int32(i + warps)
@@ -449,21 +441,15 @@ def variant(request: ExpertsRequest, scaled: bool) -> Variant:
     """The first of `H200_SHAPES` that fits. ValueError where none does."""
     stored_as = storage_format(FORMATS[request.format])
     tokens = next((one for one in COLUMNS if one >= request.tokens), COLUMNS[-1])
-    if request.slots > H200_MANY * request.experts and tokens == COLUMNS[-1]:
-        tokens = MOST_COLUMNS
     room = next((one for one in ROOM if one >= request.slots), ROOM[-1])
     experts = ceil_div(request.experts, EXPERTS) * EXPERTS
     pitch = ROW_BYTES + (PAD if tokens > 1 else 0)
     slot_bytes = PAIR * tile_format(stored_as.name).tile_bytes + tokens * pitch
-    # sixteen tokens, and minima or scales of 16 K: more than 128 registers a thread
-    tile = tile_format(stored_as.name)
-    tight = tokens == MOST_COLUMNS and (tile.minimum or tile.group < BLOCK)
     for warps, stages in H200_SHAPES:
         found = Variant(
             tokens, warps, stages, slot_bytes, room, experts, request.gate, request.follows, scaled
         )
-        fits = found.shared + 4 * (experts + warps) + 128 <= shared_memory()
-        if fits and not (tight and warps == H200_SHAPES[0][0]):
+        if found.shared + 4 * (experts + warps) + 128 <= shared_memory():
             return found
     raise ValueError(f"{shared_memory()} bytes of shared memory are too few for experts")
 

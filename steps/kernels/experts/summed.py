@@ -46,6 +46,7 @@ from steps.instructions import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
+    prefetch_l2,
     shfl,
     store_f32,
     store_u32x4,
@@ -63,14 +64,16 @@ WARP: Final = 32
 NAN: Final = math.nan
 CHUNK: Final = 16
 PITCH: Final = ROW_BYTES + PAD
-WARPS: Final = 8
-"""Of a thread block: so few that one of the launch before has room beside it."""
+WARPS: Final = 16
+"""Of a thread block."""
 
-H200_STAGES: Final = 4
+H200_STAGES: Final = 3
 """Of a warp's ring, at most."""
 
 H200_TOKENS: Final = 4
-"""More share so many experts that reading them again takes longer than a launch."""
+H200_SHARED: Final = 0.25
+"""Up to so many tokens, and so many rows for an expert on average: more share so many experts that
+reading them again takes longer than a launch."""
 
 LEAST_SHARE: Final = 0.85
 """Of the SMs' time in which they have a thread block, where all have as many, or one more."""
@@ -80,7 +83,10 @@ def suits(request: ExpertsRequest) -> bool:
     """Whether this is the kernel for a weighted sum."""
     blocks, sms = request.tokens * ceil_div(request.n, TILE_ROWS), multiprocessors()
     used = blocks / (ceil_div(blocks, sms) * sms)
-    return request.tokens <= H200_TOKENS and used >= LEAST_SHARE
+    few = request.tokens <= H200_TOKENS and (
+        request.tokens == 1 or request.slots <= H200_SHARED * request.experts
+    )
+    return few and request.chosen <= WARP and used >= LEAST_SHARE
 
 
 @cache
@@ -104,20 +110,21 @@ def kernel(
     load_router, store = LOAD_BIAS[of_router], STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, bar, w, a, u, stop, ids, first, row_tile, sizes, lane, of_w, of_a):
-        """Issue the copies of step u, of weights (of_w) and of A (of_a), if it is before `stop`."""
-        k_tiles, row_tiles, E, _, chosen = sizes
+    def issue(smem, slot, bar, w, a, u, stop, own, first, row_tile, sizes, lane, of_w, of_a):
+        """Issue the copies of step u, of weights (of_w) and of A (of_a), if it is before `stop`.
+        own: the expert of slot `lane` of the token."""
+        k_tiles, row_tiles, _, _, chosen = sizes
         if u < stop:
             j = int32(uint32(u) // uint32(k_tiles))
             k_tile, K = int32(u - j * k_tiles), int32(a.shape[1])
             size = int32(2 * min(TILE_K, int32(K - k_tile * TILE_K)))
             if of_w and lane == 0:
                 mbarrier_arrive_expect(smem, bar, int32(weights + PAIR * size))
+            # an odd last expert is there twice, and counts once
+            s = int32(min(int32(PAIR * j + lane), int32(chosen - 1)))
+            e, s = max(shfl(own, s), 0), int32(first + s)
             if lane < PAIR:
-                # an odd last expert is there twice, and counts once
-                s = int32(first + min(int32(PAIR * j + lane), int32(chosen - 1)))
                 if of_w:
-                    e = max(expert(ids, s, E), 0)
                     tile = int64(e) * (row_tiles * k_tiles) + tile_index(row_tile, k_tile, k_tiles)
                     at = int32(slot + lane * tile_bytes)
                     bulk_copy(smem, at, w, tile * tile_bytes, tile_bytes, smem, bar)
@@ -154,19 +161,29 @@ def kernel(
             griddepcontrol_wait()
         griddepcontrol_launch_dependents()
 
+        # --- experts, and their shares, of the token's slots: one in each lane
+        own, own_share = int32(0), float32(0)
+        if lane < chosen:
+            own = expert(ids, int32(first + lane), E)
+            own_share = load_router(router, int32(first + lane))
+            own_share = own_share if own >= 0 else float32(NAN)
+            if warp == 0:  # would be waited for in the stream
+                at = max(own, 0) * (row_tiles * TILE_ROWS) + row_tile * TILE_ROWS
+                prefetch_l2(row_scales, at, 4 * TILE_ROWS)
+        cuda.syncwarp()
         steps = uint32(int32((chosen + 1) >> 1) * k_tiles)
         u = int32(uint32(steps * uint32(warp)) // uint32(warps))
         stop = int32(uint32(steps * uint32(warp + 1)) // uint32(warps))
         for s in range(stages):
             issue(
-                smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, ids, first,
+                smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own, first,
                 row_tile, sizes, lane, True, not follows,
             )  # fmt: skip
         if follows:
             griddepcontrol_wait()
             for s in range(stages):
                 issue(
-                    smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, ids,
+                    smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own,
                     first, row_tile, sizes, lane, False, True,
                 )  # fmt: skip
         cuda.syncwarp()  # zeros behind the end of A
@@ -179,11 +196,9 @@ def kernel(
             k_tile = int32(u - j * k_tiles)
             for r in range(PAIR):
                 of_pair = int32(PAIR * j + r)
-                of_slot = int32(first + min(of_pair, int32(chosen - 1)))
-                e = expert(ids, of_slot, E)
-                share = load_router(router, of_slot)
-                shares[r] = share if e >= 0 else float32(NAN)
-                e = max(e, 0)
+                of_slot = int32(min(of_pair, int32(chosen - 1)))
+                e, shares[r] = max(shfl(own, of_slot), 0), shfl(own_share, of_slot)
+                of_slot = int32(first + of_slot)
                 of_token = load_f32(token_scales, of_slot) if scaled else float32(1)
                 for i in range(2):
                     at = e * (row_tiles * TILE_ROWS) + row + 8 * i
@@ -200,7 +215,7 @@ def kernel(
                 multiply(acc, smem, slot, int32(slot + weights), 0, offsets, PAIR, lane)
                 cuda.syncwarp()
                 issue(
-                    smem, slot, bar, w, a, int32(u + stages), stop, ids, first, row_tile, sizes,
+                    smem, slot, bar, w, a, int32(u + stages), stop, own, first, row_tile, sizes,
                     lane, True, True,
                 )  # fmt: skip
                 left, u, s = int32(left - 1), int32(u + 1), int32(s + 1)
