@@ -17,7 +17,8 @@ What is new
     A warp writes the items that are its own. Of others it leaves its sums in shared memory, and
     when all warps are done one of them adds these up, in the order of K.
     A comes with the weights, in the same stage of the warp's ring: the rows of the group's tokens,
-    wherever they are.
+    wherever they are. Where all tokens' rows have room they are copied once instead, and an mma
+    takes each of its columns from the row of another token.
 Why it should help
     A weight is read once however many tokens chose its expert, and as many bytes are in flight as
     in step 18. One token of 8 experts of 1536 x 2048 in Q4_0 is 14.2 MB: 3.4 us of an H200's
@@ -82,6 +83,9 @@ NAN: Final = math.nan
 COLUMNS: Final = (1, 2, 4, 8)
 """Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
 
+H200_RESIDENT: Final = 16
+"""Tokens of an A [T, K] that lies in shared memory as a whole, where there is room."""
+
 ROOM: Final = (128, 512, 1024)
 """Products of a token with an expert that a thread block has tables for, the first that all fit in;
 more than the last are another thread block's."""
@@ -103,6 +107,9 @@ class Variant:
     tokens    : of a group at most
     warps     : of a thread block; stages: of a warp's ring
     slot_bytes: of a stage: the packed tiles of a pair of row tiles, and the A of a group
+    resident  : bytes from row to row of an A that is all in shared memory, beside the ring; 0 where
+                the rows of a group come with the weights
+    a_rows    : so many rows
     room      : slots that there are tables for
     experts   : places for counts
     gate      : see `ExpertsRequest`
@@ -114,6 +121,8 @@ class Variant:
     warps: int
     stages: int
     slot_bytes: int
+    resident: int
+    a_rows: int
     room: int
     experts: int
     gate: str | None
@@ -122,18 +131,23 @@ class Variant:
 
     @property
     def pitch(self) -> int:
-        """Bytes from token to token of A."""
+        """Bytes from token to token of A in a stage."""
         return ROW_BYTES + (PAD if self.tokens > 1 else 0)
 
     @property
     def bars_at(self) -> int:
-        """The byte where the mbarriers begin, one for each stage."""
+        """The byte where the mbarriers begin: one for each stage, and one for all of A."""
         return self.warps * self.stages * self.slot_bytes
+
+    @property
+    def a_at(self) -> int:
+        """And where a resident A begins."""
+        return self.bars_at + ceil_div(8 * (self.warps * self.stages + 1), 128) * 128
 
     @property
     def sums_at(self) -> int:
         """And where sums of shared items begin, two for each warp; before, what `route` uses."""
-        return self.bars_at + ceil_div(8 * self.warps * self.stages, 128) * 128
+        return self.a_at + self.resident * self.a_rows
 
     @property
     def groups_at(self) -> int:
@@ -237,6 +251,12 @@ def kernel(
     weights = PAIR * tile_bytes
     bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
     columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
+    resident, a_at, a_rows, bar_of_a = (
+        how.resident,
+        how.a_at,
+        how.a_rows,
+        bars_at + 8 * warps * stages,
+    )
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
     @cuda.jit(device=True, forceinline=True)
@@ -267,9 +287,10 @@ def kernel(
             K = int32(a.shape[1])
             size = int32(2 * min(TILE_K, int32(K - k_tile * TILE_K)))
             if of_w and lane == 0:
-                mbarrier_arrive_expect(smem, bar, int32(weights + here * size))
+                of_rows = int32(0 if resident else here * size)
+                mbarrier_arrive_expect(smem, bar, int32(weights + of_rows))
                 bulk_copy(smem, slot, w, at, weights, smem, bar)
-            if of_a and lane < here:
+            if of_a and not resident and lane < here:
                 to = int32(slot + weights + lane * pitch)
                 bulk_copy(smem, to, a, int64(row) * K + k_tile * TILE_K, size, smem, bar)
                 if size < ROW_BYTES:  # behind the end of A zeros: what lies there could be NaN
@@ -286,6 +307,28 @@ def kernel(
                         smem, ids, base, item, int32(0), sizes, lane
                     )
         return at, k_tile, row, here, item
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue_resident(smem, a, warp, lane):
+        """A warp issues copies of its rows of a resident A."""
+        row, size = warp, int32(2 * int32(a.shape[1]))
+        if warp == 0 and lane == 0:
+            mbarrier_arrive_expect(smem, bar_of_a, int32(a_rows * size))
+        while row < a_rows:
+            if lane == 0:
+                to = int32(a_at + row * resident)
+                bulk_copy(smem, to, a, int64(row) * a.shape[1], size, smem, bar_of_a)
+            row = int32(row + warps)
+
+    @cuda.jit(device=True, forceinline=True)
+    def zero_tails(smem, a, warp, lane):
+        """And stores zeros behind their ends: less than 16 chunks."""
+        row, at = warp, int32(2 * int32(a.shape[1]) + CHUNK * lane)
+        while row < a_rows:
+            if at < resident - PAD:
+                zero = uint32(0)
+                store_u32x4(smem, a_at + row * resident + at, zero, zero, zero, zero)
+            row = int32(row + warps)
 
     @cuda.jit(device=True, forceinline=True)
     def owner(step, steps):
@@ -311,8 +354,12 @@ def kernel(
         if lane == 0:
             for s in range(stages):
                 mbarrier_init(smem, bars + 8 * s, 1)
+            if resident and warp == 0:
+                mbarrier_init(smem, bar_of_a, 1)
             fence_mbarrier_init()
         cuda.syncwarp()
+        if resident:
+            zero_tails(smem, a, warp, lane)
         # Whoever is launched next may read ids before it waits: they are older than this launch.
         if not follows:
             griddepcontrol_wait()
@@ -357,6 +404,9 @@ def kernel(
                     smem, slot, bar, w, a, first, ids, base, last, end, sizes, lane, False, True
                 )
 
+        if resident:
+            issue_resident(smem, a, warp, lane)
+
         # --- slots without an expert
         if tokens > 1:
             i = int32(block)
@@ -371,6 +421,8 @@ def kernel(
         # --- the stream
         cuda.syncwarp()  # zeros behind the end of A
         s, parity, quad = int32(0), int32(0), int32(lane & 3)
+        if resident:
+            mbarrier_wait(smem, bar_of_a, 0)
         while u < stop:
             e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
             row = int32(PAIR * TILE_ROWS * pair)
@@ -386,12 +438,21 @@ def kernel(
             for i in range(SUMS):
                 acc[i] = 0
             offsets = places(lane, here, pitch)
+            if resident:  # of `ldmatrix`, as in `places`
+                at = min(int32(lane & 7), int32(here - 1))
+                of_row = int32(uint32(slot_at(smem, base, int32(place + at))) // uint32(chosen))
+                at = int32(of_row * resident + 16 * (lane >> 3))
+                offsets = ((at, at),)
             ends = k_tile + left == k_tiles
             u = int32(u + left)
             while left > 0:
                 slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
                 mbarrier_wait(smem, bar, parity)
-                multiply(acc, smem, slot, int32(slot + weights), 0, offsets, here, lane)
+                at = int32(slot + weights)
+                if resident:
+                    at = int32(a_at + ROW_BYTES * k_tile)
+                    k_tile = int32(k_tile + 1)
+                multiply(acc, smem, slot, at, 0, offsets, here, lane)
                 cuda.syncwarp()
                 walk = issue(
                     smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, True, True
@@ -443,13 +504,16 @@ def variant(request: ExpertsRequest, scaled: bool) -> Variant:
     tokens = next((one for one in COLUMNS if one >= request.tokens), COLUMNS[-1])
     room = next((one for one in ROOM if one >= request.slots), ROOM[-1])
     experts = ceil_div(request.experts, EXPERTS) * EXPERTS
-    pitch = ROW_BYTES + (PAD if tokens > 1 else 0)
-    slot_bytes = PAIR * tile_format(stored_as.name).tile_bytes + tokens * pitch
-    for warps, stages in H200_SHAPES:
-        found = Variant(
-            tokens, warps, stages, slot_bytes, room, experts, request.gate, request.follows, scaled
-        )
-        if found.shared + 4 * (experts + warps) + 128 <= shared_memory():
+    weights = PAIR * tile_format(stored_as.name).tile_bytes
+    streamed = weights + tokens * (ROW_BYTES + (PAD if tokens > 1 else 0))
+    ways = [(*shape, streamed, 0, 0) for shape in H200_SHAPES]
+    if 1 < request.tokens <= H200_RESIDENT and not request.per_slot:
+        pitch = ceil_div(request.k, TILE_K) * ROW_BYTES + PAD
+        of_most_warps = [shape for shape in H200_SHAPES if shape[0] == H200_SHAPES[0][0]]
+        ways = [(*shape, weights, pitch, request.tokens) for shape in of_most_warps] + ways
+    for way in ways:
+        found = Variant(tokens, *way, room, experts, request.gate, request.follows, scaled)
+        if found.shared + 4 * (experts + found.warps) + 128 <= shared_memory():
             return found
     raise ValueError(f"{shared_memory()} bytes of shared memory are too few for experts")
 
