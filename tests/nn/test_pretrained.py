@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.integrations import accelerate
 from transformers.quantizers import auto
 
 from steps.nn import pretrained
+from steps.nn.experts import QuantExperts
 from steps.nn.linear import QuantLinear, quantize_model
+from tests.nn.test_experts import model_of
 
 IDS = torch.tensor([[1, 5, 33, 70, 7, 2, 90]])
 SIZES: Any = {
@@ -236,3 +238,24 @@ def test_what_a_folder_lacks_or_has_wrong(tmp_path: Path) -> None:
         "quantizes no floats: load the floats, then call",
         quantization_config=pretrained.BlocksConfig({}),
     )
+
+
+@pytest.mark.parametrize(
+    "skip", [("lm_head",), ("lm_head", "self_attn", "router", "gate")], ids=str
+)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_come_back(kind: str, skip: tuple[str, ...], tmp_path: Path) -> None:
+    """With the same bits, also where nothing else is quantized; biases are those of the file."""
+    model = model_of(kind)
+    quantize_model(model, "q4_0", skip)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_same(model, again)
+    found = {name: one for name, one in again.named_modules() if isinstance(one, QuantExperts)}
+    assert len(found) == 2
+    for name, one in model.named_modules():
+        if isinstance(one, QuantExperts):
+            assert str(one) == str(found[name])
+            for part, blocks in one.named_buffers():
+                assert torch.equal(blocks, found[name].get_buffer(part)), part
+    assert torch.equal(logits(model), logits(again))
