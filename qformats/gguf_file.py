@@ -103,8 +103,8 @@ class Tensor:
         """
         if self.type not in READABLE:
             raise GGUFError(
-                f"{self.name} is {self.type}, which is not read here: "
-                f"use a tensor of {', '.join(READABLE)}"
+                f"{self.name} is {self.type}, which is not read here: take a file in "
+                f"{', '.join(READABLE)}, or make one by llama-quantize --allow-requantize"
             )
         shape, dtype = self.shape, np.dtype(_FLOATS.get(self.type, "u1"))
         if fmt := FORMATS.get(self.type):

@@ -1,7 +1,8 @@
 """Tables of whole models: one of transformers, the decoder's, how near a real one stays; gradients.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
-same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code
+same with `GPUS=2`), smollm2.json (`make quality`), gguf.json
+(`python -m results.measure.models.transformers_gguf`), and transformers.json, measured once by code
 that is in git history (commit a939d511: results/measure/transformers_llama.py). So does
 gradients.json, of single layers (`results.measure.gradients`).
 """
@@ -42,6 +43,36 @@ def of_transformers(path: Path) -> Table | None:
         run["rows"],
         f"{run['model']}, {versions}, {where}. Wall time of a call; the first one compiles.",
         (f"{facts}.",),
+    )
+
+
+def of_gguf(path: Path) -> Table | None:
+    """`generate` of transformers with a GGUF file, as it loads it and after `use_gguf`."""
+    rows, where = _read(path, "rows")
+    if not rows:
+        return None
+
+    def rate(mode: str) -> Column:
+        return Column(f"tokens/s, {mode}", lambda row: f"{row[mode]['tokens_s']:,.0f}")
+
+    lines = [
+        {"file": one["file"] if way == "transformers" else "", "side": side, **one[way]}
+        for one in rows
+        for way, side in (("transformers", f"{one['dtype']} weights"), ("blocks", "use_gguf"))
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
+    drawn = " Weights are random, in the shapes of these models."
+    return of_records(
+        (
+            _words("file", "file"),
+            _words("", "side"),
+            rate("eager"),
+            rate("compiled"),
+            Column("MB on the GPU", lambda row: f"{row['bytes'] / 1e6:,.0f}"),
+        ),
+        lines,
+        f"{versions}, {where}. {rows[0]['tokens']} tokens after {rows[0]['prompt']}."
+        + drawn * any(one["name"].startswith("random") for one in rows),
     )
 
 

@@ -224,6 +224,7 @@ class Model:
             elif requantize and k % BLOCK == 0:
                 array = quantize(np.ascontiguousarray(tensor.values()), requantize)
             else:
+                _ = tensor.array  # raises what to do with a type that is not read either
                 raise GGUFError(
                     f"{self.path}: {name} is {tensor.type} and the kernels take "
                     f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
@@ -380,6 +381,7 @@ def write_tiny(
     tied: bool = False,
     architecture: str = "llama",
     factors: np.ndarray | None = None,
+    words: int = WORDS,
     **changes: Any,
 ) -> Path:
     """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
@@ -387,9 +389,11 @@ def write_tiny(
     A qwen2 has biases at queries, keys and values, a qwen3 norms of queries and keys. changes may
     be other keys, such as {"rope.scaling.type": "yarn"}. factors: a rope_freqs.weight, float32.
 
-    Its vocabulary is the 256 bytes and some words, `WORDS` in all. Weights are normal, of such a
-    size that logits are a few units apart; weights of norms are near 1, in float32. dequantized:
-    the same weights, but in float32. tied: the logits use the embedding's matrix.
+    Its vocabulary is the 256 bytes and some words, `WORDS` in all. words: rows of the embedding, of
+    which the last ones then have no names (for transformers, which takes seconds to read many).
+    Weights are normal, of such a size that logits are a few units apart; weights of norms are near
+    1, in float32. dequantized: the same weights, but in float32. tied: the logits use the
+    embedding's matrix.
     """
     rng = np.random.default_rng(seed)
     sizes = TINY | changes
@@ -404,13 +408,13 @@ def write_tiny(
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     writer.add_uint32(f"{architecture}.rope.dimension_count", head)
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += [SPACE, *"etaoinshrdlu", *SYLLABLES.split()]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    names += [SPACE, *"etaoinshrdlu", *SYLLABLES.split()]
     kinds = [2, 3, 3, *[6] * 256, *[1] * 29]  # unknown, control, byte, normal
-    writer.add_uint32(f"{architecture}.vocab_size", len(words))
+    writer.add_uint32(f"{architecture}.vocab_size", words)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([-float(i) for i in range(len(words))])
+    writer.add_token_list(names)
+    writer.add_token_scores([-float(i) for i in range(WORDS)])
     writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -439,8 +443,8 @@ def write_tiny(
 
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
-    embedding = rng.standard_normal((len(words), width), dtype=np.float32)
-    matrix("token_embd.weight", len(words), width, 0.0, embedding)
+    embedding = rng.standard_normal((words, width), dtype=np.float32)
+    matrix("token_embd.weight", words, width, 0.0, embedding)
     for i in range(sizes["block_count"]):
         norm(f"blk.{i}.attn_norm.weight")
         for one, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True):
@@ -452,10 +456,10 @@ def write_tiny(
         matrix(f"blk.{i}.ffn_down.weight", width, hidden, 2)
     norm("output_norm.weight")
     if not tied:
-        before = embedding[rng.permutation(len(words))]  # of the token that each one follows
+        before = embedding[rng.permutation(words)]  # of the token that each one follows
         matrix(
             "output.weight",
-            len(words),
+            words,
             width,
             2,
             before * np.float32(SUCCESSOR_LOGIT * width**-0.5),

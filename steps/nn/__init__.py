@@ -9,6 +9,7 @@ pretrained.py  models of transformers, quantized, through its save_pretrained an
 adapters.py    adapters of PEFT merged into quantized layers
 weight.py      what reads of a layer's `weight` get
 kept.py        what is made of a tensor's values and kept as long as its memory
+fsdp.py        layers under FSDP2: each rank holds its share of the blocks
 shard.py       which part of a layer each rank of a group has
 all_reduce.py  sums over the ranks
 """

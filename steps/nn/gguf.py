@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from qformats import FORMATS
+from qformats.gguf_file import READABLE, metadata, tensors
 from qformats.gguf_file import Tensor as FileTensor
-from qformats.gguf_file import metadata, tensors
 from qformats.terminal import shown
 from steps.nn import operator as operator
 from steps.nn.experts import QuantExperts
@@ -58,6 +58,8 @@ ROUNDINGS: Final = 8
 the newer loader dequantizes in the model's dtype, step by step."""
 EXPERTS: Final = ("gate_up_proj", "down_proj")
 """Parameters of a module of experts."""
+PACKED: Final = ("GgufLinear", "GgufEmbedding", "GgufExperts")
+"""Modules of the newer loader; versions before 5.24 have some of them, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,23 @@ def use_gguf(
     whose names transformers does not map, ImportError without transformers.
     """
     found = tensors(path)
-    held = {name: one for name, one in found.items() if one.type in FORMATS}
+    held = {name: one for name, one in found.items() if _is_quantized(one)}
     sources = _sources(model, metadata(path), held, Path(path))
     options = {"accuracy": accuracy, "invariant": invariant}
     return _Replacing(model, str(path), found, sources, options).run()
+
+
+def _is_quantized(tensor: FileTensor) -> bool:
+    """Of blocks, those that no codec here reads, too."""
+    return tensor.type in FORMATS or tensor.type not in READABLE
+
+
+def _require_taken(tensor: FileTensor) -> None:
+    if tensor.type not in TAKEN:
+        raise _Stays(
+            f"{tensor.name} is {tensor.type}, which no kernel takes: QuantLinear.from_float "
+            "quantizes the module's floats to another format"
+        )
 
 
 # --- which tensors of the file a parameter is made of ---------------------------------------------
@@ -332,10 +347,10 @@ class _Replacing:
         self.model, self.path, self.found, self.sources = model, path, found, sources
         self.options = options
         try:
-            packed: Any = import_module("transformers.integrations.gguf.utils")
+            known: Any = import_module("transformers.integrations.gguf.utils")
         except ImportError:
-            packed = SimpleNamespace(GgufLinear=(), GgufEmbedding=(), GgufExperts=())
-        self.packed = packed
+            known = None
+        self.packed = SimpleNamespace(**{name: getattr(known, name, ()) for name in PACKED})
         self.taken: list[Taken] = []
         self.kept: list[tuple[str, str]] = []
 
@@ -348,7 +363,7 @@ class _Replacing:
                     (name, str(why)) for name in dict.fromkeys(n for n, _ in weight.names)
                 ]
         used = {name for one in self.taken for name in one.tensors}
-        blocks = [name for name, one in self.found.items() if one.type in FORMATS]
+        blocks = [name for name, one in self.found.items() if _is_quantized(one)]
         unused = tuple(shown(name) for name in blocks if name not in used)
         return Blocks(self.path, tuple(self.taken), tuple(self.kept), unused)
 
@@ -359,7 +374,7 @@ class _Replacing:
         for name, module in self.model.named_modules(remove_duplicate=False):
             if self._is_experts(module):
                 found.setdefault(id(module), _Weight()).names.append((name, EXPERTS[0]))
-            elif isinstance(module, QuantLinear):  # has blocks already
+            elif isinstance(module, QuantLinear | QuantEmbedding):  # has blocks already
                 continue
             elif isinstance(module, nn.Linear | nn.Embedding) or self._is_packed(module):
                 one = found.setdefault(id(module.weight), _Weight())
@@ -414,8 +429,7 @@ class _Replacing:
     def _checked(self, module: Any, source: _Source) -> Tensor:
         """The blocks of a source, which are what the module has."""
         weight, format = module.weight, source.tensor.type
-        if format not in TAKEN:
-            raise _Stays(f"{source.tensor.name} is {format}, which no kernel takes")
+        _require_taken(source.tensor)
         blocks = source.blocks()
         if self._is_packed(module):
             if not torch.equal(blocks, weight.detach().cpu()):
@@ -451,8 +465,7 @@ class _Replacing:
                 "the file has no blocks for gates, ups and downs that transformers maps to it"
             )
         for one in sources:
-            if one.tensor.type not in TAKEN:
-                raise _Stays(f"{one.tensor.name} is {one.tensor.type}, which no kernel takes")
+            _require_taken(one.tensor)
         gate_up, down = (getattr(module, part).detach() for part in EXPERTS)
         half = gate_up.shape[1] // 2
         device = gate_up.device
@@ -493,6 +506,7 @@ def _embedding(module: Any, blocks: Tensor, format: str) -> QuantEmbedding:
     if isinstance(scale, float):
         scale = torch.tensor(scale, device=blocks.device)
     made = QuantEmbedding(blocks, format, module.weight.dtype, scale)
+    made.padding_idx = module.padding_idx
     if type(module) is not nn.Embedding:
         ids = torch.arange(min(4, len(blocks)), device=blocks.device)
         with torch.no_grad():

@@ -246,6 +246,7 @@ class QuantLinear(nn.Linear):
         that no kernel takes.
         """
         if tensor.type not in TAKEN:
+            _ = tensor.array  # raises what to do with a type that is not read either
             raise ValueError(
                 f"{tensor.name} is {tensor.type} and the kernels take {', '.join(TAKEN)}: "
                 'QuantLinear.from_float(tensor.values(), "q8_0") quantizes it again'
@@ -483,15 +484,19 @@ class QuantLinear(nn.Linear):
             self.blocks = self._on_host(device)
             return
         self.blocks = self._on_host(torch.device("cpu"))
-        cc = operator.capability(device)
-        steps = packings(self.format, cc, self.accuracy, self.in_features)
-        host = operator.host_blocks(self.blocks, FORMATS[self.format])
-        for kind, step in zip(KINDS, steps, strict=False):
-            for i, array in enumerate(step.pack(host)):
-                uploaded = operator.upload(array, device)
-                self.register_buffer(f"{kind}_{i}", uploaded, persistent=False)
+        steps = packings(self.format, operator.capability(device), self.accuracy, self.in_features)
+        for name, array in self._packed_by(steps, self.blocks):
+            uploaded = operator.upload(array, device)
+            self.register_buffer(name, uploaded, persistent=False)
         self.packings = " ".join(step.pack.__name__ for step in steps)
         operator.reserve_counters(uploaded.device)
+
+    def _packed_by(self, steps: Sequence[Any], blocks: Tensor) -> Iterator[tuple[str, np.ndarray]]:
+        """Names of buffers, and what kernels read of blocks on the host."""
+        host = operator.host_blocks(blocks, FORMATS[self.format])
+        for kind, step in zip(KINDS, steps, strict=False):
+            for i, array in enumerate(step.pack(host)):
+                yield f"{kind}_{i}", array
 
     def _on_host(self, device: Any) -> Tensor:
         if self.blocks.is_meta and device.type != "meta":  # there are no values to copy
@@ -533,6 +538,22 @@ class QuantLinear(nn.Linear):
                 if prefix + name in destination:
                     destination[prefix + name] = self.sharding.whole(destination[prefix + name])
 
+    def _refused(self, state_dict: Any, prefix: str) -> str | None:
+        """Why blocks of a state dict are not loaded: they were cast, or do not say that they are
+        of this format."""
+        if prefix + BLOCKS not in state_dict:
+            return None
+        if why := cast(state_dict, prefix, (BLOCKS,)):
+            return why
+        if (key := f"{prefix}_extra_state") not in state_dict:
+            return (
+                f"{prefix}{BLOCKS} are of a file that does not say their format, as older ones "
+                f"did not: where they are {self.format}, set state_dict[{key!r}] = "
+                "layer.get_extra_state()"
+            )
+        why = refused(state_dict[key], self.format)
+        return why and f"{prefix}{BLOCKS}: {why}"
+
     def _load_from_state_dict(
         self,
         state_dict: Any,
@@ -545,21 +566,9 @@ class QuantLinear(nn.Linear):
     ) -> None:
         """Blocks of another format, or whose scales are not finite, are an error of
         `load_state_dict`, and not loaded."""
-        if why := cast(state_dict, prefix, (BLOCKS,)):
+        if (why := self._refused(state_dict, prefix)) is not None:
             error_msgs.append(why)
             return
-        if prefix + BLOCKS in state_dict:
-            key = f"{prefix}_extra_state"
-            if key not in state_dict:
-                error_msgs.append(
-                    f"{prefix}{BLOCKS} are of a file that does not say their format, as older ones "
-                    f"did not: where they are {self.format}, set state_dict[{key!r}] = "
-                    "layer.get_extra_state()"
-                )
-                return
-            if (why := refused(state_dict[key], self.format)) is not None:
-                error_msgs.append(f"{prefix}{BLOCKS}: {why}")
-                return
         here = self.device
         if (shard := self.sharding) is not None:
             row = self.blocks.shape[1] * shard.k // self.in_features
@@ -577,7 +586,8 @@ class QuantLinear(nn.Linear):
         given = state_dict.get(prefix + BLOCKS)
         if given is not None and given.shape == self.blocks.shape and not given.is_meta:
             try:
-                blocks = given.cpu().contiguous()
+                local = given.to_local() if hasattr(given, "to_local") else given
+                blocks = local.cpu().contiguous()
                 weight_format(operator.host_blocks(blocks, FORMATS[self.format]))
             except ValueError as error:
                 error_msgs.append(f"{prefix}{BLOCKS}: {error}")

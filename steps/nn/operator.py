@@ -127,11 +127,12 @@ def _on_cpu(
     """
     _require(x, k)
     rows = x.reshape(x.numel() // k, k).to(torch.float32)
-    y = rows.new_empty((len(rows), n))
+    y = rows.new_empty((*x.shape[:-1], n))
+    columns = y.view(len(rows), n)
     with torch.autocast("cpu", enabled=False):  # which would round both
         for first, part in _dequantized(blocks, format):
-            y[:, first : first + len(part)] = rows @ part.T
-    return finished(y.reshape(*x.shape[:-1], n), torch.float32 if wide else x.dtype, bias)
+            columns[:, first : first + len(part)] = rows @ part.T
+    return finished(y, torch.float32 if wide else x.dtype, bias)
 
 
 # This and `_shape_of` take the arguments of `_on_cpu`, in their order. torch may leave out the last
@@ -743,7 +744,8 @@ def finished(y: Tensor, dtype: Any, bias: Tensor | None) -> Tensor:
 
 def host_blocks(blocks: Tensor, fmt: Format) -> np.ndarray:
     """A tensor of bytes as structured[N, K/32], not copied."""
-    view: np.ndarray = blocks.numpy().view(fmt.dtype)
+    # not by .numpy(), after which torch cannot free the memory, as FSDP does after a forward
+    view: np.ndarray = np.from_dlpack(blocks).view(fmt.dtype)
     return view
 
 

@@ -79,7 +79,7 @@ class Blocks(HfQuantizer):
         state[_marker(layers)] = torch.empty(0)
         return state, {}
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: Any, *_: Any) -> list[Any]:
         return []
 
     def _process_model_before_weight_loading(self, model: Any, **__: Any) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from qformats import FORMATS, Format
 from steps.nn import operator as operator
 from steps.nn.linear import TAKEN, cast, refused, said
+from steps.nn.weight import Weight, refuse
 from steps.product.rows import prepared, row_width
 
 if TYPE_CHECKING:
@@ -118,8 +119,12 @@ def _require_ids(ids: Tensor, blocks: Tensor) -> None:
         )
 
 
-class QuantEmbedding(nn.Module):
+class QuantEmbedding(nn.Embedding):
     """A `torch.nn.Embedding` over ggml's blocks: rows [..., K] of ids [...].
+
+    It is one, so that code which looks for embeddings finds it, such as PEFT. Its `weight` [V, K]
+    is no Parameter but a read-only tensor that is dequantized when it is used, without the scale
+    (`steps.nn.weight`); a layer that computes with it does so in floats.
 
     blocks : uint8 [V, bytes of a row], where the layer is, taken as they are.
     format : a name of `qformats.FORMATS`.
@@ -134,19 +139,39 @@ class QuantEmbedding(nn.Module):
     def __init__(
         self, blocks: Tensor, format: str, dtype: Any, scale: Tensor | None = None
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, _ = _facts(blocks, format, dtype)
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         self.format = format
         self.register_buffer("blocks", blocks)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("embed_scale", scale, persistent=False)  # Gemma's name, for adapters
         self.register_buffer("_of_dtype", blocks.new_empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = get_rows(self.blocks, ids, self.format, self._of_dtype.dtype)
-        return rows if self.scale is None else rows * self.scale.to(rows.dtype)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The table [V, K] in the dtype of rows, read-only, dequantized when it is used."""
+        dtype = self._of_dtype.dtype
+        if torch.compiler.is_compiling():
+            return dequantize(self.blocks, self.format, dtype)
+        shape = self.num_embeddings, self.embedding_dim
+        return Weight(
+            torch.empty(shape, dtype=dtype, device="meta"),
+            self.blocks.device,
+            lambda: dequantize(self.blocks, self.format, dtype),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            refuse("an assignment")
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        scale = "" if self.scale is None else f", scale={self.scale.item():g}"
+        scale = "" if self.embed_scale is None else f", scale={self.embed_scale.item():g}"
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}{scale}"
 
     def get_extra_state(self) -> Tensor:

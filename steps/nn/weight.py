@@ -1,6 +1,7 @@
-"""`QuantLinear.weight`: a tensor of which shape, dtype and device are known, and values on use.
+"""`weight` of a `QuantLinear` or `QuantEmbedding`: a tensor of which shape, dtype and device are
+known, and values on use.
 
-Code that asks a Linear for its weight mostly wants the dtype or the device, or hands it to
+Code that asks a layer for its weight mostly wants the dtype or the device, or hands it to
 `torch.nn.functional.linear`, for which the layer's own product stands in. All other operations get
 the dequantized matrix, a new one each time, so what is written to it would be lost: writing raises.
 """
@@ -22,9 +23,9 @@ ALIASES: Final = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defin
 
 def refuse(what: str) -> Any:
     raise RuntimeError(
-        f"{what}: the weight of a QuantLinear is read-only, as its layer holds quantized blocks; "
-        "make a layer of other weights by QuantLinear.from_float, and merge adapters by "
-        "steps.nn.adapters.merge_adapters"
+        f"{what}: the weight of a QuantLinear is read-only, as that of a QuantEmbedding: they hold "
+        "quantized blocks; make a layer of other weights by QuantLinear.from_float, and merge "
+        "adapters by steps.nn.adapters.merge_adapters"
     )
 
 

@@ -142,7 +142,7 @@ def test_a_type_that_is_not_read_is_listed(model):
     one = tensors(model)["positions"]
     assert (one.type, one.shape, one.nbytes) == ("i32", (8,), 32)
     for ask in (lambda: one.array, one.values):
-        with pytest.raises(GGUFError, match=r"^positions is i32, which is not read here: use a "):
+        with pytest.raises(GGUFError, match=r"^positions is i32, which is not read here: take a "):
             ask()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from qformats import quantize
+from qformats import FORMATS, quantize
+from reference.drawn import random_blocks
 
 WORDS: Final = 96
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 64, 128, 4, 2, 32
@@ -28,8 +29,11 @@ class _File:
         self.writer.add_token_list([f"t{i}" for i in range(WORDS)])
 
     def matrix(self, name: str, *shape: int, format: str = "q8_0") -> None:
-        size = np.float32(shape[-1] ** -0.5)
-        blocks = quantize(self.rng.standard_normal(shape, np.float32) * size, format)
+        if FORMATS[format].written:
+            size = np.float32(shape[-1] ** -0.5)
+            blocks = quantize(self.rng.standard_normal(shape, np.float32) * size, format)
+        else:
+            blocks = random_blocks(self.rng, *shape, format)
         kind = GGMLQuantizationType[format.upper()]
         self.writer.add_tensor(name, blocks.view(np.uint8).reshape(*shape[:-1], -1), raw_dtype=kind)
 
@@ -109,6 +113,37 @@ def write_lfm2(path: Path) -> Path:
         of.matrix(f"{at}.ffn_gate.weight", HIDDEN, WIDTH)
         of.matrix(f"{at}.ffn_up.weight", HIDDEN, WIDTH)
         of.matrix(f"{at}.ffn_down.weight", WIDTH, HIDDEN)
+    return of.close()
+
+
+def write_gemma3(path: Path, down: str = "q3_k") -> Path:
+    """Two layers in K-quants, as a file in Q4_K_M has them; rows of the embedding are multiplied,
+    and the logits use its matrix. down: may be one of 74 bytes a block that is not read here."""
+    of = _File(
+        path, "gemma3", block_count=2, feed_forward_length=512, attention__key_length=HEAD,
+        attention__head_count_kv=1, attention__sliding_window=64,
+        **(COMMON | {"embedding_length": 256}),
+    )  # fmt: skip
+    of.matrix("token_embd.weight", WORDS, 256, format="q6_k")
+    for i in range(2):
+        at = f"blk.{i}"
+        of.matrix(f"{at}.attn_q.weight", HEADS * HEAD, 256, format="q4_k")
+        of.matrix(f"{at}.attn_k.weight", HEAD, 256, format="q4_k")
+        of.matrix(f"{at}.attn_v.weight", HEAD, 256, format="q6_k")
+        of.matrix(f"{at}.attn_output.weight", 256, HEADS * HEAD, format="q5_0")
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            of.floats(f"{at}.{norm}.weight", HEAD)
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            of.floats(f"{at}.{norm}.weight", 256)
+        of.matrix(f"{at}.ffn_gate.weight", 512, 256, format="q4_k")
+        of.matrix(f"{at}.ffn_up.weight", 512, 256, format="q5_k")
+        if down in FORMATS:
+            of.matrix(f"{at}.ffn_down.weight", 256, 512, format=down)
+        else:
+            raw = np.tile(np.arange(74, dtype=np.uint8), (256, 2))
+            kind = GGMLQuantizationType[down.upper()]
+            of.writer.add_tensor(f"{at}.ffn_down.weight", raw, raw_dtype=kind)
+    of.floats("output_norm.weight", 256)
     return of.close()
 
 

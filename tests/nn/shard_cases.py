@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from qformats import FORMATS, dequantize, quantize
 from steps.nn import all_reduce
+from steps.nn import operator as operator
 from steps.nn.all_reduce import all_reduce_of
+from steps.nn.experts import QuantExperts
+from steps.nn.fsdp import shard_blocks
 from steps.nn.linear import QuantLinear, keep_out_of_ddp, quantize_model
+from steps.nn.rows import QuantEmbedding
 from tests.nn.ranks import each_case
 
 K = 288  # nine blocks of 32, which two ranks do not divide
@@ -341,6 +351,176 @@ def case_ddp_leaves_blocks_alone() -> None:
             assert all(torch.equal(one, own) for one in all_of)
 
 
+# --- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def small(seed: int = 0, **options: Any) -> Any:
+    """Two layers of other sizes than ranks divide, an adapter and a norm; biases are trained."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(64, 37), nn.Linear(37, 96, bias=False), nn.LayerNorm(96), nn.Linear(96, 5)
+    )
+    quantize_model(model, "q8_0", skip=("1",), **options)
+    for one in (model[0], model[3]):
+        one.bias.requires_grad_()
+    return model
+
+
+def fsdp(model: Any, **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (ranks(),))
+    for one in (*model, model):
+        fully_shard(shard_blocks(one), mesh=mesh, **options)
+    return model
+
+
+def case_fsdp_gives_each_rank_a_share_of_the_blocks() -> None:
+    """Values and gradients are those of one process; outside a forward a rank has its rows."""
+    alone, shared = small(), fsdp(small())
+    x = [tensor(4, 64, seed=one) for one in range(ranks())]
+    with torch.no_grad():
+        torch.testing.assert_close(shared(x[rank()]), alone(x[rank()]))
+    own = x[rank()].clone().requires_grad_()
+    shared(own).square().sum().backward()
+    every = [one.clone().requires_grad_() for one in x]
+    (sum(alone(one).square().sum() for one in every) / ranks()).backward()
+    torch.testing.assert_close(own.grad, every[rank()].grad * ranks())
+    for name, one in alone.named_parameters():
+        grad = shared.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(grad, one.grad, rtol=1e-4, atol=1e-4)
+    held = 0
+    for i, one in ((0, alone[0]), (3, alone[3])):
+        blocks = shared[i].blocks
+        assert tuple(blocks.shape) == tuple(one.blocks.shape)
+        assert not blocks.requires_grad
+        here = blocks.to_local()
+        size = -(-len(one.blocks) // ranks())
+        assert torch.equal(here, one.blocks[rank() * size :][:size])
+        held += len(here)
+    assert held < 37 + 5
+    with pytest.raises(RuntimeError, match="ranks share the blocks of this layer"):
+        shared[0].dequantize()
+    shared[0].unshard()
+    assert torch.equal(shared[0].weight.detach(), alone[0].weight.detach())
+    shared[0].reshard()
+    assert shared[0].weight.shape == (37, 64)
+
+
+def case_fsdp_in_16_bits_leaves_blocks_alone() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    alone, shared = small().bfloat16(), fsdp(small(), mp_policy=policy)
+    x = tensor(4, 64)
+    with torch.no_grad():
+        y, right = shared(x), alone(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, right)
+
+
+def case_fsdp_state_dicts_load_back() -> None:
+    """Whole and shared ones, into shared models and into one process."""
+    alone, shared = small(), fsdp(small())
+    right = alone.state_dict()
+    for whole in (True, False):
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+        state = get_model_state_dict(shared, options=options)
+        assert sorted(state) == (sorted(right) if not whole or rank() == 0 else [])
+        other = fsdp(small(seed=1))
+        if whole:
+            if rank() == 0:  # the others get their shares when they load
+                assert all(torch.equal(state[name], one) for name, one in right.items())
+                assert small(seed=1).load_state_dict(state).missing_keys == []
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other, state, options=options)
+        for name, one in other.state_dict().items():
+            found = one.full_tensor() if hasattr(one, "full_tensor") else one
+            assert torch.equal(found, right[name]), name
+    state = shared.state_dict()
+    state["0._extra_state"] = QuantLinear(64, 37, format="q5_0").get_extra_state()
+    with pytest.raises(RuntimeError, match="the state holds q5_0, version 1, and the layer takes"):
+        fsdp(small()).load_state_dict(state)
+
+
+def packed_on_the_host(layer: Any) -> Any:
+    """A layer with what a GPU would have, in host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "upload", lambda array, device: torch.from_numpy(array.copy()))
+        patch.setattr(operator, "capability", lambda device: (9, 0))
+        patch.setattr(operator, "reserve_counters", lambda device: None)
+        layer._move(torch.device("cuda"))
+    return layer
+
+
+def case_fsdp_shards_what_kernels_read() -> None:
+    """Packed weights are gathered bit for bit, each rank keeps its rows of the blocks, and both
+    come back from state dicts."""
+    options: Any
+    for options in ({}, {"accuracy": "fast"}):
+        models = [small(seed, **options) for seed in range(2)]
+        for model in models:
+            packed_on_the_host(model[0])
+            packed_on_the_host(model[3])
+        kept, names = {i: copy.deepcopy(models[0][i]) for i in (0, 3)}, set(models[0].state_dict())
+        first, second = (fsdp(model) for model in models)
+
+        def check(shared: Any, kept: Any = kept) -> None:
+            for i, right in kept.items():
+                layer = shared[i]
+                held = sum(one.to_local().nbytes for one in layer._shares().values())
+                assert held <= layer.device_bytes / ranks() + 8
+                layer.unshard()
+                assert list(layer.packed) == list(right.packed)
+                for name, arrays in layer.packed.items():
+                    for a, b in zip(arrays, right.packed[name], strict=True):
+                        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                        assert torch.equal(a, b)
+                layer.reshard()
+                size = -(-len(right.blocks) // ranks())
+                assert torch.equal(layer.rows, right.blocks[rank() * size :][:size])
+
+        check(first)
+        state = first.state_dict()
+        assert set(state) == names
+        assert torch.equal(state["0.blocks"].full_tensor(), kept[0].blocks)
+        cut = {"0.blocks": state["0.blocks"].full_tensor()[1:]}
+        lacks = {name: one for name, one in state.items() if name != "0.blocks"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operator, "capability", lambda device: (9, 0))
+            with pytest.raises(RuntimeError, match=r"0\.blocks has shape \[36, .* has \[37, "):
+                second.load_state_dict(state | cut)
+            with pytest.raises(RuntimeError, match=r"Missing key.*0\.blocks"):
+                second.load_state_dict(lacks)
+            second.load_state_dict(state)
+        check(second)
+        with pytest.raises(RuntimeError, match="ranks share the blocks of this layer"):
+            second[0]._arrays("weights")
+        with pytest.raises(ValueError, match="cannot move to cuda: move it before shard_blocks"):
+            second[0]._move(torch.device("cuda"))
+
+
+def case_fsdp_shards_embeddings() -> None:
+    blocks = torch.from_numpy(blocks_of(n=10, k=64).view(np.uint8).reshape(10, -1))
+    table = QuantEmbedding(blocks, "q4_0", torch.float32)
+    right, ids = table(torch.arange(10)), torch.arange(10)
+    model = fsdp(nn.Sequential(table))
+    assert torch.equal(model(ids), right)
+    assert len(table.blocks.to_local()) < 10
+    assert torch.equal(model.state_dict()["0.blocks"].full_tensor(), blocks)
+
+
+def case_fsdp_refuses_what_it_cannot_share() -> None:
+    layer = QuantLinear.from_blocks(blocks_of())
+    with pytest.raises(ValueError, match=r"^0 is split already: column"):
+        shard_blocks(nn.Sequential(copy.deepcopy(layer).shard(None, "column")))
+    with pytest.raises(ValueError, match=r"^0 is on the meta device, without blocks: load"):
+        shard_blocks(nn.Sequential(copy.deepcopy(layer).to("meta")))
+    part = torch.zeros(2, 32, 18, dtype=torch.uint8), "q4_0"
+    with pytest.raises(ValueError, match=r"^0 holds experts, whose blocks fully_shard cannot"):
+        shard_blocks(nn.Sequential(QuantExperts(part, part, part)))
+    shared = shard_blocks(nn.Sequential(layer))
+    assert shard_blocks(shared) is shared
+    with pytest.raises(ValueError, match="split it by shard\\(\\) before shard_blocks"):
+        layer.shard(None, "column")
+
+
 CASES = [one for name, one in globals().items() if name.startswith("case_")]
 
 
@@ -376,6 +556,112 @@ def on_gpus() -> str:
         state = layer.state_dict()
         assert torch.equal(state["blocks"], QuantLinear.from_blocks(blocks).blocks)
     return sums.how
+
+
+def of_training() -> dict[str, dict[str, int]]:
+    """DDP, FSDP2 and `QuantLinear.shard` over NCCL: values and gradients are those of one GPU, and
+    state dicts load back; bytes that each takes, before a step and at its most."""
+    from numba import cuda
+
+    torch.cuda.set_device(rank())
+    cuda.select_device(rank())
+    device, mesh = torch.device("cuda", rank()), init_device_mesh("cuda", (ranks(),))
+    size, found = 1024, {}
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        hidden = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        model = nn.Sequential(*hidden, nn.LayerNorm(size), *copy.deepcopy(hidden))
+        quantize_model(model, "q4_0")
+        return model.requires_grad_(False)
+
+    def trained(model: Any) -> Any:
+        for one in model:
+            if getattr(one, "bias", None) is not None:
+                one.bias.requires_grad_()
+        return model
+
+    def step(name: str, model: Any, x: Any, loss: Callable[[Any], Any]) -> tuple[Any, Any]:
+        x = x.clone().requires_grad_()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = model(x)
+        loss(y).backward()
+        torch.cuda.synchronize()
+        most = torch.cuda.max_memory_allocated()
+        found[name] = {"before": before - begin, "most": most - begin}
+        return y.detach(), x.grad
+
+    x = [tensor(64, size, dtype=torch.float32, seed=one).to(device) for one in range(ranks())]
+    mean = lambda y: y.square().mean()  # noqa: E731
+    reserved = torch.zeros(1, device=device)
+    operator.reserve_counters(device)
+    begin = torch.cuda.memory_allocated()
+    alone = trained(made().to(device))
+    right, of_x = step("alone", alone, x[rank()], mean)
+    alone.zero_grad()
+    (sum(mean(alone(one)) for one in x) / ranks()).backward()
+    grads = {name: one.grad.clone() for name, one in alone.named_parameters()}
+    state = {name: one.cpu() for name, one in alone.state_dict().items()}
+    del alone
+
+    def close(a: Any, b: Any) -> None:
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+
+    def compare(got: tuple[Any, Any], model: Any) -> None:
+        close(got[0], right)
+        close(got[1], of_x)
+        for name, one in model.named_parameters():
+            if one.requires_grad:
+                own = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+                close(own, grads[name])
+
+    keep_out_of_ddp(model := trained(made().to(device)))
+    shared = nn.parallel.DistributedDataParallel(model, device_ids=[rank()])
+    compare(step("ddp", shared, x[rank()], mean), shared.module)
+    del shared, model
+
+    def fully_sharded() -> Any:
+        model = trained(made())
+        for i in range(5):
+            fully_shard(shard_blocks(model[i].to(device)), mesh=mesh)
+        return fully_shard(shard_blocks(model), mesh=mesh)
+
+    shared = fully_sharded()
+    compare(step("fsdp", shared, x[rank()], mean), shared)
+    held = sum(one.rows.numel() for one in shared if hasattr(one, "rows"))
+    whole = sum(one.numel() for name, one in state.items() if name.endswith("blocks"))
+    assert held * ranks() == whole, "host memory"
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    got = get_model_state_dict(shared, options=options)
+    assert rank() or all(torch.equal(got[name], one) for name, one in state.items())
+    other = fully_sharded()
+    with torch.no_grad():
+        for one in other[0]._shares().values():
+            one.to_local().zero_()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, got, options=options)
+    other.load_state_dict(shared.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(x[0]), shared(x[0]))
+    policy, model = MixedPrecisionPolicy(param_dtype=torch.bfloat16), made().to(device)
+    for i in range(2):
+        fully_shard(shard_blocks(model[i]), mesh=mesh, mp_policy=policy)
+    with torch.no_grad():
+        assert model[1](model[0](x[0])).dtype == torch.bfloat16
+    del shared, other, model
+
+    model = trained(made())
+    for i, kind in enumerate(("column", "row", "", "column", "row")):
+        if kind:
+            model[i].shard(mesh, kind)
+    got = step("shard", model.to(device), x[0], mean)
+    y, of_x = step("alone", trained(made().to(device)), x[0], mean)
+    close(got[0], y)
+    close(got[1], of_x)
+    del reserved
+    return found
 
 
 def of_exchange(sums: Any, device: Any) -> None:

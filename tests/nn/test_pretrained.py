@@ -163,6 +163,7 @@ def test_a_model_made_float_again_is_saved_as_floats(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.gpu
 def test_blocks_that_were_loaded_to_a_gpu_are_packed(
     cuda: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -121,6 +121,47 @@ def test_an_embedding() -> None:
     assert torch.equal(whole(ids), half)
 
 
+def test_the_weight_of_an_embedding() -> None:
+    """Of which code asks the dtype, an output layer that is tied to it the values."""
+    held, values = blocks_of("q5_0")
+    layer = QuantEmbedding(held, "q5_0", torch.float32, torch.tensor(3.3)).half()
+    assert isinstance(layer, torch.nn.Embedding)
+    w, x = layer.weight, torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).half()
+    assert (w.shape, w.dtype, w.device.type) == ((6, 64), torch.float16, "cpu")
+    assert torch.equal(w.clone(), values.half())
+    assert torch.equal(torch.nn.functional.linear(x, w), x @ values.half().T)
+    assert torch.equal(torch.nn.functional.embedding(IDS[0, :2], w), values.half()[IDS[0, :2]])
+    assert not list(layer.parameters())
+    for write in (
+        lambda: w.data.zero_(),
+        lambda: torch.nn.init.normal_(layer.weight),
+        lambda: setattr(layer, "weight", torch.nn.Parameter(values)),
+    ):
+        with pytest.raises(RuntimeError, match=r"is read-only, as that of a QuantEmbedding: they"):
+            write()
+    whole = torch.compile(lambda x: x @ layer.weight.T, fullgraph=True, backend="aot_eager")
+    assert torch.equal(whole(x), x @ values.half().T)
+
+
+def test_lora_over_an_embedding() -> None:
+    """Whose rows are multiplied, as Gemma's are: those of the adapter, too."""
+    peft = pytest.importorskip("peft")
+    held, _ = blocks_of("q8_0")
+    table = QuantEmbedding(held, "q8_0", torch.float32, torch.tensor(3.0))
+    model = torch.nn.Sequential(table, torch.nn.LayerNorm(64))  # PEFT asks a parameter's device
+    ids = torch.arange(N)
+    config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    layer = adapted.base_model.model[0]
+    a, b = (one["default"] for one in (layer.lora_embedding_A, layer.lora_embedding_B))
+    added = 3.0 * layer.scaling["default"] * (b @ a).T
+    torch.testing.assert_close(layer(ids), table(ids) + added)
+    adapted(ids).sum().backward()
+    assert a.grad is not None
+    with pytest.raises(RuntimeError, match="is read-only"):
+        adapted.merge_and_unload()
+
+
 def test_the_kernels_that_transformers_asks_for(gpu: Any) -> None:
     held, values = blocks_of("q8_0", 40, 4)
     kind = next(one for one, name in GGML_TYPES.items() if name == "q8_0")

@@ -117,3 +117,16 @@ def test_layers_on_two_gpus(tmp_path: Path) -> None:
     for how in run_on_ranks(2, shard_cases.on_gpus, tmp_path, backend=kinds):
         assert how.endswith("nccl"), how
         assert "exchanged" in how, how
+
+
+@pytest.mark.gpu
+def test_training_on_two_gpus(tmp_path: Path) -> None:
+    """Over NCCL. Four matrices of 4 million weights: with FSDP2 a GPU holds half of them, and two
+    whole ones at a time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    kinds = "cpu:gloo,cuda:nccl"
+    for bytes_of in run_on_ranks(2, shard_cases.of_training, tmp_path, backend=kinds):
+        alone, fsdp = (bytes_of[name]["before"] for name in ("alone", "fsdp"))
+        assert alone > 9.4e6
+        assert fsdp < 0.6 * alone, bytes_of
