@@ -8,8 +8,10 @@ are integers in the block too: `factors` says which bit is whose there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Final
 
@@ -161,22 +163,25 @@ def factors(fmt: Format) -> dict[str, tuple[tuple[int, int], ...]]:
     }
 
 
+@cache
+def _whose(fmt: Format) -> Mapping[int, Mapping[int, tuple[str, int]]]:
+    """Byte of a block -> bit of it -> (of what, which bit of that)."""
+    whose: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+    for element in range(fmt.elements):
+        for bit, (at, low) in enumerate(places(fmt, element)):
+            whose[at][low] = f"the code of weight {element}", bit
+    for factor, bits in factors(fmt).items():
+        first = int(factor[1:]) * fmt.group
+        what = "scale" if factor[0] == "s" else "minimum"
+        for bit, (at, low) in enumerate(bits):
+            whose[at][low] = f"the {what} of weights {first} to {first + fmt.group - 1}", bit
+    return whose
+
+
 def meaning(fmt: Format, byte: int) -> tuple[str, list[str]]:
     """What a byte of a block holds: (its field, a sentence for each run of its bits)."""
     name, start, _, _ = next(each for each in _extents(fmt) if each[1] <= byte < each[2])
-    whose: dict[int, tuple[str, int]] = {}  # bit of the byte -> of what, which bit of it
-    for element in range(fmt.elements):
-        for bit, (at, low) in enumerate(places(fmt, element)):
-            if at == byte:
-                whose[low] = (f"the code of weight {element}", bit)
-    for factor, bits in factors(fmt).items():
-        group = int(factor[1:])
-        first = group * fmt.group
-        what = "scale" if factor[0] == "s" else "minimum"
-        for bit, (at, low) in enumerate(bits):
-            if at == byte:
-                weights = f"weights {first} to {first + fmt.group - 1}"
-                whose[low] = (f"the {what} of {weights}", bit)
+    whose = _whose(fmt).get(byte)
     if not whose:
         holds = _HOLDS_INSTEAD.get(fmt.name, {}).get(name) or _HOLDS[name]
         size = fmt.dtype[name].itemsize

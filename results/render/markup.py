@@ -145,7 +145,8 @@ class Code:
     html: Markup
 
 
-def python(source: str) -> list[Code]:
+@cache
+def python(source: str) -> tuple[Code, ...]:
     """Every line of a module, highlighted."""
     lines: list[list[Markup]] = [[]]
     for kind, text in _LEXER.get_tokens(source):
@@ -159,7 +160,7 @@ def python(source: str) -> list[Code]:
                 )
                 lines[-1].append(shown)
     texts = source.split("\n")
-    made = [Code(i + 1, texts[i], Markup().join(line)) for i, line in enumerate(lines)]
+    made = tuple(Code(i + 1, texts[i], Markup().join(line)) for i, line in enumerate(lines))
     return made[:-1] if not texts[-1] else made
 
 

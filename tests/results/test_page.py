@@ -345,6 +345,7 @@ LINES = st.lists(st.sampled_from("abc\n"), max_size=60)
 
 
 @hypothesis.given(LINES, LINES)
+@hypothesis.settings(deadline=None)
 def test_a_comparison_leaves_nothing_out(before: list[str], after: list[str]) -> None:
     old, new = (
         [markup.Code(i, text.strip(), Markup("")) for i, text in enumerate(lines)]
