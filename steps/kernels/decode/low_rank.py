@@ -29,6 +29,7 @@ Prerequisites
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -37,7 +38,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint16, uint32
 
 from qformats import Format
-from qformats.repack import TILE_ROWS
+from qformats.repack import CHUNK, TILE_ROWS
 from qformats.storage import storage_format
 from steps.contract import Launch, Machine, Shape, ceil_div, dtype_name, shared_memory
 from steps.instructions import (
@@ -59,7 +60,7 @@ from steps.instructions import (
     store_u32,
     store_u32x4,
 )
-from steps.instructions.relaxed import load_u32x4_relaxed, store_u32_relaxed
+from steps.instructions.define import GLOBAL, ptx
 from steps.kernels.decode.bulk import kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
 from steps.kernels.decode.tiles import (
@@ -71,6 +72,7 @@ from steps.kernels.decode.tiles import (
 )
 from steps.kernels.parts.activations.sources import four_floats, four_floats_of_bfloat16
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS, bias_operand
+from steps.simulator.scheduler import now
 
 UNITS: Final = 128
 """Of t. No more than thread blocks of a large product, so that each has one at most."""
@@ -90,6 +92,35 @@ PAD: Final = 16
 """Bytes between two rows of B in shared memory: other banks."""
 
 MINUS_ZERO: Final = 0x80000000
+
+
+# --- words that thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------
+#
+# A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says
+# anything about other memory. In the simulator a relaxed load lets all other threads run first.
+
+
+@ptx(
+    "ld.relaxed.gpu.global.v4.u32 {$0, $1, $2, $3}, [$4];",
+    returns=(uint32, uint32, uint32, uint32),
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u32x4_relaxed(lane, array, index):
+    """Four words at array[index], each as it is in the L2 now. LDG.E.128.STRONG.GPU."""
+    at = array.locate(index, 16)
+    now().pause()
+    return struct.unpack_from("<4I", array.bytes, at)
+
+
+@ptx("st.relaxed.gpu.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
+def store_u32_relaxed(lane, array, index, value):
+    """A word to array[index], for relaxed loads of other thread blocks. STG.E.STRONG.GPU."""
+    array.exchange(index, lambda _: value)
+
+
+# --- the end of the product -----------------------------------------------------------------------
 
 
 def padded(rank: int) -> int:
@@ -118,7 +149,7 @@ def offsets(tokens: int, warps: int, ranks: int) -> tuple[int, int, int]:
     sums of its warps for that, and to its rows of B."""
     own = 4 * ranks * tokens
     sums = own + 4 * (UNITS // ranks) * tokens
-    return own, sums, sums + 4 * warps * tokens
+    return own, sums, ceil_div(sums + 4 * warps * tokens, CHUNK) * CHUNK
 
 
 @cache
