@@ -269,7 +269,6 @@ def low_rank_end(
             while not is_there(w) and polls < patience:
                 w, polls = load_u32x4_relaxed(words, at), int32(polls + 1)
             missing = missing if is_there(w) else int32(1)
-            cuda.syncwarp()
             put_ranks(smem, start + 4 * ranks * m, w, lane)
             m = int32(m + warps)
         return missing
