@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from peft.tuners.lora.layer import Linear
+from torch import Tensor
 
 from qformats import FORMATS
 from steps.compile.dry_run import ArrayType, DryRun, OfArrays, operands
@@ -35,9 +36,6 @@ from steps.nn import operator as operator
 from steps.nn.linear import QuantLinear, is_any_autocast_enabled, is_dynamo_compiling, nn, torch
 from steps.product.operands import ALIGNMENT
 from steps.product.prepared import Kept, Prepared
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DTYPES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """Of x, and their names."""
