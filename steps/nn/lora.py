@@ -307,12 +307,12 @@ class _Call:
             x = operator._readable(x, x.dtype)  # held until the launch is queued
             at = x.data_ptr()
         y = operator.new_array(self.shape, self.strides, x.dtype)
-        zeros = operator.counters(made.zeroed, x, stream)
+        words = words_of(x, stream)
         if bias is not None:
             bias = operator._addable(bias, held)
             arrays = (*arrays, bias.data_ptr())
-        adapter = down.data_ptr(), up.data_ptr(), factors.data_ptr()
-        made((at, *adapter, y.data_ptr(), *arrays), zeros.data_ptr(), 0, stream)
+        adapter = down.data_ptr(), up.data_ptr(), factors.data_ptr(), words.data_ptr()
+        made((at, *adapter, y.data_ptr(), *arrays), 0, 0, stream)
         return y
 
 
@@ -343,10 +343,11 @@ def prepared(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks
 
 
 def recipe_of(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks: int) -> OfArrays:
-    """The launch on arrays of these types: x, A, B, factors, y, the packed weights, a bias."""
+    """The launch on arrays of these types: x, A, B, factors, words, y, packed weights, a bias."""
     n, k = held.asked.n, held.asked.k
     types: list[ArrayType] = [
         *(((m, k), dtype), ((ranks, k), dtype), ((n, ranks), dtype), ((ranks,), "float32")),
+        ((low_rank.WORDS,), "uint32"),
         *(((m, n), dtype), *held.types[bulk.KERNEL.pack.__name__]),
         *([] if bias is None else [((n,), bias)]),
     ]
@@ -354,12 +355,35 @@ def recipe_of(held: operator.Weights, m: int, dtype: str, bias: str | None, rank
 
 
 def launch(
-    format: str, invariant: bool, x: Any, down: Any, up: Any, factors: Any, y: Any, *weights: Any,
-    machine: Machine,
+    format: str, invariant: bool, x: Any, down: Any, up: Any, factors: Any, words: Any, y: Any,
+    *weights: Any, machine: Machine,
 ) -> Launch:  # fmt: skip
     """`low_rank.launch` as `OfArrays` calls it."""
-    arrays = weights, x, down, up, factors, y
-    return low_rank.launch(FORMATS[format], *arrays, machine=machine, invariant=invariant)
+    return low_rank.launch(FORMATS[format], weights, x, down, up, factors, words, y, invariant)
+
+
+SETS: Final = 64
+"""Of words, set aside at once."""
+
+_words: dict[tuple[int, int, int], Tensor] = {}
+_unused: dict[Any, list[Tensor]] = {}
+
+
+def words_of(like: Tensor, stream: int) -> Tensor:
+    """What thread blocks show each other, see `low_rank.WORDS`. Launches of a stream run one after
+    another and share it; a CUDA graph may run beside them, so each capture gets its own, which is
+    not given to others. If none are left during a capture, the graph sets memory to zero itself."""
+    capture = operator._capture_of(stream)
+    key = (like.get_device(), stream, capture)
+    found = _words.get(key)
+    if found is None:
+        unused = _unused.setdefault(like.device, [])
+        if not unused and not capture:
+            unused += like.new_zeros((SETS, low_rank.WORDS), dtype=torch.int32)
+            torch.cuda.synchronize(like.device)
+        made = unused.pop() if unused else like.new_zeros(low_rank.WORDS, dtype=torch.int32)
+        found = _words.setdefault(key, made)
+    return found
 
 
 _factors: dict[tuple[Any, ...], Tensor] = {}

@@ -154,11 +154,12 @@ def together(host: Any, monkeypatch: Any) -> Any:
         simulate(kernel, grid, *rest, **options, resident=prod(grid))
 
     monkeypatch.setattr(on_the_host, "simulate", run)
-    lora._prepared.clear()
-    lora._factors.clear()
+    kept: Any = (lora._prepared, lora._factors, lora._words, lora._unused)
+    for one in kept:
+        one.clear()
     yield host
-    lora._prepared.clear()
-    lora._factors.clear()
+    for one in kept:
+        one.clear()
 
 
 def launches(host: Any) -> int:
@@ -212,8 +213,11 @@ def test_copies_follow_their_parameters(together: Any, monkeypatch: Any) -> None
     assert launches(together) == 5
     monkeypatch.setattr(torch_operator, "is_capturing", lambda: True)
     monkeypatch.setattr(torch_operator, "_capture_of", lambda stream: 1)
+    before = lora.words_of(x, 78)
     assert called() == (term, True)
     assert launches(together) == 1
+    assert lora.words_of(x, 77) is not before, "a capture has words of its own"
+    assert len({one.data_ptr() for one in lora._words.values()}) == 3
     with torch.no_grad():
         down.add_(1)
     assert called() == (term, False)

@@ -7,22 +7,22 @@ What is new
         copies of W begin | 1/128 of t, published | product of W | all of t | + t B^T | y
 
     t is cut into `UNITS` = 128 units, a part of K of one rank each. A unit is one float32 a token.
-    It is published as a word that is zero until then, so its value is its own flag: no fence, no
-    counter, one trip to the L2. A sum that is +0 is published as -0.
-    A block's rows of B arrive while it multiplies W, by `cp.async`. Its last sums are added to
-    those of W, and to the bias, in float32, and are rounded once.
+    It is published in one store of 64 bits with the number of the launch beside it, so it is its
+    own flag: no fence, no counter, one trip to the L2. Only the warps that have a part of a unit
+    meet, at a barrier of their own; the others go on to W.
+    Last sums are added to those of W, and to the bias, in float32, and are rounded once.
 Why it should help
     A and B at rank 64 are 1 MB beside the 9.4 MB of a 4096 x 4096 matrix in Q4_0, 11 % of its time;
     at rank 16 3 %. A launch of its own for x A^T, and one for t B^T, take 1 us or more each where
-    launches overlap: 40 % of that product. Here is left a trip to the L2 and a barrier at the end,
-    some 0.4 us; what a block does for t it does while its first weights arrive.
+    launches overlap: 40 % of that product. Here is left a trip to the L2 and a barrier at the end;
+    what a warp does for t it does while its first weights arrive.
 What it costs
     Thread blocks wait for each other, and that needs all of them on the GPU at once, which nobody
     promises: other streams may hold SMs. So a block waits for `patience` polls, and then computes
     all of t itself, in the same order of sums: slow, but it never hangs, and the bits are the same.
-    The words must be zero before the launch. The last block to have read them sets them back.
+    Launches that may run at once need words of their own (`WORDS`), kept from launch to launch.
 Machine code
-    As step 18, with LDG.E.128.STRONG.GPU for polls, one BAR.RED and one ATOMG.
+    As step 18, with LDG.E.STRONG.GPU for polls, one BAR.RED, and no atomics.
 Prerequisites
     Step 18.
 """
@@ -35,15 +35,16 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint16, uint32
+from numba import cuda, float32, int32, int64, uint8, uint16, uint32, uint64
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_ROWS
 from qformats.storage import storage_format
-from steps.contract import Launch, Machine, Shape, ceil_div, dtype_name, shared_memory
+from steps.contract import Launch, Shape, ceil_div, dtype_name, shared_memory
 from steps.instructions import (
     as_bits,
     as_float,
+    barrier_sync,
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
@@ -53,12 +54,9 @@ from steps.instructions import (
     load_f32x4,
     load_u32x4,
     prefetch_l2,
-    shfl,
     shfl_xor,
     store_f32,
     store_u16,
-    store_u32,
-    store_u32x4,
 )
 from steps.instructions.define import GLOBAL, ptx
 from steps.kernels.decode.bulk import kernel
@@ -91,33 +89,36 @@ SLICE: Final = WARP * EIGHT
 PAD: Final = 16
 """Bytes between two rows of B in shared memory: other banks."""
 
-MINUS_ZERO: Final = 0x80000000
+WORDS: Final = 4 + 2 * UNITS * MOST_TOKENS
+"""uint32 that thread blocks show each other: the number of launches so far, and from word 4 on, of
+each token and unit, its value and the number of its launch. All are zero before the first."""
 
 
-# --- words that thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------
+# --- what thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------------
 #
-# A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says
-# anything about other memory. In the simulator a relaxed load lets all other threads run first.
+# A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says anything
+# about other memory. In the simulator a relaxed load lets all other threads run first.
 
 
 @ptx(
-    "ld.relaxed.gpu.global.v4.u32 {$0, $1, $2, $3}, [$4];",
-    returns=(uint32, uint32, uint32, uint32),
+    "ld.relaxed.gpu.global.v2.u64 {$0, $1}, [$2];",
+    returns=(uint64, uint64),
     takes=(GLOBAL,),
     scope="lane",
     memory=True,
 )
-def load_u32x4_relaxed(lane, array, index):
-    """Four words at array[index], each as it is in the L2 now. LDG.E.128.STRONG.GPU."""
+def load_u64x2_relaxed(lane, array, index):
+    """16 bytes at array[index], either half as it is in the L2 now. LDG.E.128.STRONG.GPU."""
     at = array.locate(index, 16)
     now().pause()
-    return struct.unpack_from("<4I", array.bytes, at)
+    return struct.unpack_from("<2Q", array.bytes, at)
 
 
-@ptx("st.relaxed.gpu.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
-def store_u32_relaxed(lane, array, index, value):
-    """A word to array[index], for relaxed loads of other thread blocks. STG.E.STRONG.GPU."""
-    array.exchange(index, lambda _: value)
+@ptx("st.relaxed.gpu.global.u64 [$0], $1;", takes=(GLOBAL, uint64), scope="lane", memory=True)
+def store_u64_relaxed(lane, array, index, value):
+    """8 bytes to array[index] of uint32, for relaxed loads of other blocks. STG.E.64.STRONG.GPU."""
+    array.exchange(index, lambda _: value & 0xFFFFFFFF)
+    array.exchange(index + 1, lambda _: value >> 32)
 
 
 # --- the end of the product -----------------------------------------------------------------------
@@ -158,7 +159,8 @@ def low_rank_end(
 ) -> FinalSum:
     """The end of a product with a low-rank term: it reads (x, down, up, factors, words, (sums,
     start), patience, bias), see `launch` and `Layout`. kind: dtype of x, down and up; other
-    arguments as of `final_sum`."""
+    arguments as of `final_sum`. A thread loads ahead the number of launches, a factor, and of its
+    first slice A and x."""
     tokens, warps = how.tokens, how.warps
     threads, tile_sums, parts = WARP * warps, TILE_ROWS * tokens, UNITS // ranks
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
@@ -171,6 +173,7 @@ def low_rank_end(
     # lanes that share an output where there are fewer outputs than threads, 16 bytes of B each
     lanes = max(1, min(chunks, 16 // tokens))
     lane_bits = lanes.bit_length() - 1
+    first_x, n_loads = 6, 6 + 4 * together
     floats = four_floats if kind == "float16" else four_floats_of_bfloat16
     wait_for_rows = cp_async_wait(0)
 
@@ -192,57 +195,83 @@ def low_rank_end(
         return w
 
     @cuda.jit(device=True, forceinline=True)
-    def sums_of_warp(smem, sums, x, down, u, w, m0, t):
-        """A warp's sum of a unit, of tokens m0 to m0 + `together`, to shared memory. w: `load_down`
-        of its first slice."""
+    def load_x(loaded, x, u, s, m0, t):
+        """A thread's eight values of `together` tokens from m0 on, of slice s of a unit; the last
+        token stands in for those beyond it."""
+        K, part, last = int32(x.shape[1]), int32(u & (parts - 1)), int32(x.shape[0] - 1)
+        each = slices_of_unit(K)
+        k = int32((part * each + s) * SLICE + EIGHT * (t & (WARP - 1)))
+        if s < each and k < K:
+            for m in range(together):
+                at, i = int64(min(int32(m0 + m), last)) * K + k, first_x + 4 * m
+                w = load_u32x4(x, at)
+                loaded[i], loaded[i + 1] = as_float(w[0]), as_float(w[1])
+                loaded[i + 2], loaded[i + 3] = as_float(w[2]), as_float(w[3])
+        else:
+            for i in range(first_x, n_loads):
+                loaded[i] = 0
+
+    @cuda.jit(device=True, forceinline=True)
+    def sums_of_warp(smem, sums, loaded, x, down, u, w, m0, t):
+        """A warp's sum of a unit, of tokens m0 to m0 + `together`, to shared memory. w, loaded: A
+        and x of its first slice."""
         acc = cuda.local.array(together, float32)
-        K, lane, warp = int32(x.shape[1]), int32(t & 31), int32(t >> 5)
-        each, part, last = slices_of_unit(K), int32(u & (parts - 1)), int32(x.shape[0] - 1)
+        lane, warp = int32(t & 31), int32(t >> 5)
+        each = slices_of_unit(int32(x.shape[1]))
         for m in range(together):
             acc[m] = 0
         s = warp
         while s < each:
-            k = int32((part * each + s) * SLICE + EIGHT * lane)
-            if k < K:
-                a = floats(w[0], w[1]) + floats(w[2], w[3])
-                for m in range(together):
-                    x0, x1, x2, x3 = load_u32x4(x, int64(min(int32(m0 + m), last)) * K + k)
-                    b = floats(x0, x1) + floats(x2, x3)
-                    for i in range(EIGHT):
-                        acc[m] += a[i] * b[i]
-            s = int32(s + warps)
-            w = load_down(down, u, s, t)
-        if warp < each:
+            a = floats(w[0], w[1]) + floats(w[2], w[3])
             for m in range(together):
-                for i in range(5):
-                    acc[m] += shfl_xor(acc[m], 1 << i)
-            if lane == 0:
-                for m in range(together):
-                    store_f32(smem, sums + 4 * (warp * tokens + m0 + m), acc[m])
+                i = first_x + 4 * m
+                low = floats(as_bits(loaded[i]), as_bits(loaded[i + 1]))
+                b = low + floats(as_bits(loaded[i + 2]), as_bits(loaded[i + 3]))
+                for j in range(EIGHT):
+                    acc[m] += a[j] * b[j]
+            s = int32(s + warps)
+            if s < each:
+                w = load_down(down, u, s, t)
+                load_x(loaded, x, u, s, m0, t)
+        for m in range(together):
+            for i in range(5):
+                acc[m] += shfl_xor(acc[m], 1 << i)
+        if lane == 0:
+            for m in range(together):
+                store_f32(smem, sums + 4 * (warp * tokens + m0 + m), acc[m])
 
     @cuda.jit(device=True, forceinline=True)
-    def unit(smem, sums, x, down, factors, u, w, t):
-        """All threads of a block: the word of a unit, of token t, in threads 0 to M - 1. It is
-        never zero. w: as of `sums_of_warp`."""
-        sums_of_warp(smem, sums, x, down, u, w, int32(0), t)
+    def meet(each):
+        """The warps with a part of a unit."""
+        if each > 1:
+            barrier_sync(1, WARP * min(each, int32(warps)))
+        else:
+            cuda.syncwarp()
+
+    @cuda.jit(device=True, forceinline=True)
+    def unit(smem, sums, loaded, x, down, factor, u, w, t):
+        """The warps below `slices_of_unit`: a unit of t, of token t, in threads 0 to M - 1. w,
+        loaded: as of `sums_of_warp`."""
+        each, i, total = slices_of_unit(int32(x.shape[1])), int32(0), float32(0)
+        sums_of_warp(smem, sums, loaded, x, down, u, w, int32(0), t)
         if tokens > together:
-            sums_of_warp(smem, sums, x, down, u, w, int32(together), t)
-        cuda.syncthreads()
-        total = float32(0)
+            w = load_down(down, u, int32(t >> 5), t)
+            load_x(loaded, x, u, int32(t >> 5), int32(together), t)
+            sums_of_warp(smem, sums, loaded, x, down, u, w, int32(together), t)
+        meet(each)
         if t < int32(x.shape[0]):
-            i, each = int32(0), slices_of_unit(int32(x.shape[1]))
             while i < min(each, int32(warps)):
                 total += load_f32(smem, sums + 4 * (i * tokens + t))
                 i = int32(i + 1)
-        cuda.syncthreads()
-        bits = as_bits(total * load_f32(factors, u // parts))
-        return bits if bits != 0 else uint32(MINUS_ZERO)
+        meet(each)
+        return total * factor
 
     @cuda.jit(device=True, forceinline=True)
-    def put_ranks(smem, at, w, lane):
-        """A warp adds up the parts of each rank of a token, four units a lane, to t from byte `at`
-        on."""
-        a, b = as_float(w[0]) + as_float(w[1]), as_float(w[2]) + as_float(w[3])
+    def put_ranks(smem, at, low, high, lane):
+        """A warp adds up the parts of each rank of a token, four units a lane, two in each of low
+        and high, to t from byte `at` on."""
+        a, b = as_float(uint32(low[0])) + as_float(uint32(low[1])), float32(0)
+        b = as_float(uint32(high[0])) + as_float(uint32(high[1]))
         if parts == 2:
             store_f32(smem, at + 8 * lane, a)
             store_f32(smem, at + 8 * lane + 4, b)
@@ -256,32 +285,43 @@ def low_rank_end(
                 store_f32(smem, at + 4 * (lane // (parts // 4)), a)
 
     @cuda.jit(device=True, forceinline=True)
-    def is_there(w):
-        return w[0] != 0 and w[1] != 0 and w[2] != 0 and w[3] != 0
+    def are_of(number, low, high):
+        """Whether these units are of the launch with this number."""
+        first = uint32(low[0] >> uint64(32)) == number and uint32(low[1] >> uint64(32)) == number
+        return (
+            first
+            and uint32(high[0] >> uint64(32)) == number
+            and uint32(high[1] >> uint64(32)) == number
+        )
 
     @cuda.jit(device=True, forceinline=True)
-    def collect(smem, start, words, patience, here, t):
+    def collect(smem, start, words, number, patience, here, t):
         """All units to t; a warp takes a token. 1 where one of a thread's did not come in time."""
         lane, m, missing = int32(t & 31), int32(warps - 1 - (t >> 5)), int32(0)
         while m < here:
-            at, polls = int32(m * UNITS + 4 * lane), int32(0)
-            w = load_u32x4_relaxed(words, at)
-            while not is_there(w) and polls < patience:
-                w, polls = load_u32x4_relaxed(words, at), int32(polls + 1)
-            missing = missing if is_there(w) else int32(1)
-            put_ranks(smem, start + 4 * ranks * m, w, lane)
+            at, polls = int32(4 + 2 * (m * UNITS + 4 * lane)), int32(0)
+            low, high = load_u64x2_relaxed(words, at), load_u64x2_relaxed(words, at + 4)
+            while not are_of(number, low, high) and polls < patience:
+                low, high = load_u64x2_relaxed(words, at), load_u64x2_relaxed(words, at + 4)
+                polls = int32(polls + 1)
+            missing = missing if are_of(number, low, high) else int32(1)
+            put_ranks(smem, start + 4 * ranks * m, low, high, lane)
             m = int32(m + warps)
         return missing
 
     @cuda.jit(device=True, forceinline=True)
     def compute_alone(smem, start, x, down, factors, here, t):
         """All units to t, by this block, in the order of sums of `put_ranks`."""
+        loaded = cuda.local.array(n_loads, float32)
         sums, own, u = int32(start + sums_at), int32(start + own_at + 4 * parts * t), int32(0)
-        while u < UNITS:
-            word = unit(smem, sums, x, down, factors, u, load_down(down, u, int32(t >> 5), t), t)
-            part = int32(u & (parts - 1))
+        warp = int32(t >> 5)
+        while u < UNITS and warp < slices_of_unit(int32(x.shape[1])):
+            w = load_down(down, u, warp, t)
+            load_x(loaded, x, u, warp, int32(0), t)
+            factor, part = load_f32(factors, u // parts), int32(u & (parts - 1))
+            value = unit(smem, sums, loaded, x, down, factor, u, w, t)
             if t < here:
-                store_u32(smem, own + 4 * part, word)
+                store_f32(smem, own + 4 * part, value)
                 if part == parts - 1:
                     step = int32(1)
                     while step < parts:
@@ -298,32 +338,42 @@ def low_rank_end(
 
     @cuda.jit(device=True, forceinline=True)
     def load_ahead(loaded, c, _, reads, m0, first, end, t):
-        """The thread's first values of A. Then the block's rows of B to the L2."""
-        _, down, up, _, _, _, _, _ = reads
-        w = load_down(down, int32(cuda.blockIdx.x), int32(t >> 5), t)
-        loaded[0], loaded[1], loaded[2], loaded[3] = (
-            as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]),
-        )  # fmt: skip
-        if t == 0:
+        x, down, up, factors, words, _, _, _ = reads
+        u, warp = int32(cuda.blockIdx.x), int32(t >> 5)
+        if u < UNITS:
+            w = load_down(down, u, warp, t)
+            load_x(loaded, x, u, warp, int32(0), t)
+            loaded[0], loaded[1] = as_float(w[0]), as_float(w[1])
+            loaded[2], loaded[3] = as_float(w[2]), as_float(w[3])
+            loaded[4] = load_f32(factors, u // parts)
+        launches = load_u64x2_relaxed(words, 0)
+        loaded[5] = as_float(uint32(launches[0]))
+        if t == 0:  # the block's rows of B to the L2
             n0, N = int32(first * TILE_ROWS), int32(c.shape[1])
             rows = int32(min(int32(end * TILE_ROWS), N) - n0)
             prefetch_l2(up, int64(n0) * ranks, rows * (2 * ranks))
 
     @cuda.jit(device=True, forceinline=True)
     def prologue(loaded, reads, t):
-        """Publishes the block's units: one, or every so many-th where there are fewer blocks."""
+        """Publishes the block's units: one, or every so many-th where there are fewer blocks. The
+        number of the launch."""
         x, down, _, factors, words, places, _, _ = reads
-        smem = cuda.shared.array(0, uint8, alignment=128)
-        u, blocks = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
-        w = as_bits(loaded[0]), as_bits(loaded[1]), as_bits(loaded[2]), as_bits(loaded[3])
-        while u < UNITS:
-            word = unit(smem, places[0], x, down, factors, u, w, t)
-            if t < int32(x.shape[0]):
-                store_u32_relaxed(words, t * UNITS + u, word)
-            u = int32(u + blocks)
-            if u < UNITS:
-                w = load_down(down, u, int32(t >> 5), t)
-        return int32(0)
+        smem, number = cuda.shared.array(0, uint8, alignment=128), uint32(as_bits(loaded[5]) + 1)
+        u, blocks, warp = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), int32(t >> 5)
+        if warp < slices_of_unit(int32(x.shape[1])):
+            w = as_bits(loaded[0]), as_bits(loaded[1]), as_bits(loaded[2]), as_bits(loaded[3])
+            factor = loaded[4]
+            while u < UNITS:
+                value = unit(smem, places[0], loaded, x, down, factor, u, w, t)
+                if t < int32(x.shape[0]):
+                    pair = uint64(number) << uint64(32) | uint64(as_bits(value))
+                    store_u64_relaxed(words, 4 + 2 * (t * UNITS + u), pair)
+                u = int32(u + blocks)
+                if u < UNITS:
+                    w = load_down(down, u, warp, t)
+                    load_x(loaded, x, u, warp, int32(0), t)
+                    factor = load_f32(factors, u // parts)
+        return number
 
     @cuda.jit(device=True, forceinline=True)
     def copy_rows(smem, at, up, first, end, N, t):
@@ -356,14 +406,15 @@ def low_rank_end(
     def write(smem, sums, row_scales_at, c, _, reads, own, m0, here, first, end, t):
         x, down, up, factors, words, places, patience, bias = reads
         _, start = places
-        N, before = int32(c.shape[1]), int32(0)
+        N = int32(c.shape[1])
         copy_rows(smem, int32(start + up_at), up, first, end, N, t)
-        missing = collect(smem, start, words, patience, here, t)
+        missing = collect(smem, start, words, own, patience, here, t)
         wait_for_rows()
         if cuda.syncthreads_or(missing):
             compute_alone(smem, start, x, down, factors, here, t)
-        if t == 0:
-            before = int32(cuda.atomic.add(words, UNITS * here, uint32(1)))
+        # all have read it; a block that reads it later takes the slow way, and so do those behind
+        if t == 0 and cuda.blockIdx.x == cuda.gridDim.x - 1:
+            store_u64_relaxed(words, 0, uint64(own))
         lane, i, stop = int32(t & (lanes - 1)), int32(t // lanes), int32(end - first) * tile_sums
         while i < stop:
             token, feature = token_and_feature(i & (tile_sums - 1))
@@ -386,15 +437,8 @@ def low_rank_end(
                 else:
                     store_f32(c, at, total)
             i = int32(i + threads // lanes)
-        if t < WARP and shfl(before, 0) == int32(cuda.gridDim.x) - 1:  # all have read the words
-            zero, m = uint32(0), int32(0)
-            while m < here:
-                store_u32x4(words, m * UNITS + 4 * t, zero, zero, zero, zero)
-                m = int32(m + 1)
-            if t == 0:
-                store_u32(words, UNITS * here, zero)
 
-    return FinalSum(of_warps.store, 4, load_ahead, prologue, write)
+    return FinalSum(of_warps.store, n_loads, load_ahead, prologue, write)
 
 
 def configuration(fmt: Format, shape: Shape, ranks: int) -> tuple[TileConfiguration, Layout]:
@@ -422,8 +466,8 @@ def configuration(fmt: Format, shape: Shape, ranks: int) -> tuple[TileConfigurat
 
 
 def launch(
-    fmt: Format, weights: tuple, x: Any, down: Any, up: Any, factors: Any, out: Any, *,
-    machine: Machine, invariant: bool = False, patience: int = PATIENCE,
+    fmt: Format, weights: tuple, x: Any, down: Any, up: Any, factors: Any, words: Any, out: Any,
+    invariant: bool = False, patience: int = PATIENCE,
 ) -> Launch:  # fmt: skip
     """out = x @ dequantize(W)^T (+ bias) + (factors * (x @ down^T)) @ up^T.
 
@@ -431,8 +475,9 @@ def launch(
     x       : float16 or bfloat16 [M, K], at a multiple of 16 bytes.
     down, up: A [ranks, K] and B [N, ranks], in the dtype of x, likewise; ranks is one of `RANKS`.
     factors : float32 [ranks], by which t is multiplied.
+    words   : uint32 [`WORDS`], at a multiple of 16 bytes: zero before the first of the launches
+              that use them one after the other.
     out     : float32, float16 or bfloat16 [M, N].
-    machine : has the words that thread blocks show each other.
     ValueError as of `configuration`, and for other ranks.
     """
     (m, k), (n, ranks) = x.shape, up.shape
@@ -441,7 +486,6 @@ def launch(
     found, layout = configuration(fmt, Shape(m, n, k, invariant), ranks)
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     how, name, kind = found.variant, storage_format(fmt).name, dtype_name(x)
-    words = machine.array(np.zeros(UNITS * m + 1, np.uint32))
     scale = product_of(name, how, kind).scale
     end_of = low_rank_end(how, kind, scale, dtype_name(out), of_bias, ranks)
     places = np.int32(layout.sums), np.int32(layout.start)
