@@ -7,6 +7,7 @@ bench.py         what is measured in which order, and what is left as it is
 as_called.py     what a caller gets: gemm.plan and QuantLinear beside torch
 gradients.py     the gradient of x of a QuantLinear beside torch's
 experts.py       products of mixtures of experts beside torch's
+adapters.py      LoRA over a QuantLinear beside the layer alone
 cublas.py        cuBLAS through torch
 humming.py       the layers of the package `humming-kernels`
 torch_graphs.py  calls of torch as contestants
