@@ -251,12 +251,8 @@ def kernel(
     weights = PAIR * tile_bytes
     bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
     columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
-    resident, a_at, a_rows, bar_of_a = (
-        how.resident,
-        how.a_at,
-        how.a_rows,
-        bars_at + 8 * warps * stages,
-    )
+    resident, a_at, a_rows = how.resident, how.a_at, how.a_rows
+    bar_of_a, n_totals = bars_at + 8 * warps * stages, warps + 1
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
     @cuda.jit(device=True, forceinline=True)
@@ -266,47 +262,50 @@ def kernel(
         return e, place, here, int32(item - group * pairs)
 
     @cuda.jit(device=True, forceinline=True)
-    def begin(smem, ids, base, item, k_tile, sizes, lane):
-        """The walk at a step of an item: (byte of the weights, K tile, row of A of the lane's
-        token, tokens, item)."""
+    def begin(smem, ids, base, item, k_tile, K, sizes, lane):
+        """The walk at a step of an item: (byte of the weights, where in A the lane's token has
+        these 128 K, K tile, tokens, item)."""
         k_tiles, pairs, row_tiles, E, _, _, chosen, _ = sizes
         e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
         tile = int64(max(e, 0)) * (row_tiles * k_tiles)
         tile += tile_index(int32(PAIR * pair), k_tile, k_tiles)
-        row = int32(0)
-        if lane < here:
+        source = int64(0)
+        if not resident and lane < here:
             row = int32(uint32(slot_at(smem, base, int32(place + lane))) // uint32(chosen))
-        return tile * tile_bytes, k_tile, row, here, item
+            source = int64(row) * K + k_tile * TILE_K
+        return tile * tile_bytes, source, k_tile, here, item
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, of_w, of_a):
         """Issue the copies of a walk's step, of weights (of_w) and of A (of_a), if it is before
         step `end` of item `last` -> the walk one step further."""
-        at, k_tile, row, here, item = walk
+        at, source, k_tile, here, item = walk
         if item < last or (item == last and k_tile < end):
-            K = int32(a.shape[1])
-            size = int32(2 * min(TILE_K, int32(K - k_tile * TILE_K)))
+            k_tiles, K = sizes[0], int32(a.shape[1])
+            ends, size = k_tile == int32(k_tiles - 1), int32(ROW_BYTES)
+            if ends:
+                size = int32(2 * K - int32(k_tiles - 1) * ROW_BYTES)
             if of_w and lane == 0:
                 of_rows = int32(0 if resident else here * size)
                 mbarrier_arrive_expect(smem, bar, int32(weights + of_rows))
                 bulk_copy(smem, slot, w, at, weights, smem, bar)
             if of_a and not resident and lane < here:
                 to = int32(slot + weights + lane * pitch)
-                bulk_copy(smem, to, a, int64(row) * K + k_tile * TILE_K, size, smem, bar)
-                if size < ROW_BYTES:  # behind the end of A zeros: what lies there could be NaN
+                bulk_copy(smem, to, a, source, size, smem, bar)
+                if ends and size < ROW_BYTES:  # behind the end of A zeros: it could be NaN
                     zero, i = uint32(0), size
                     while i < ROW_BYTES:
                         store_u32x4(smem, to + i, zero, zero, zero, zero)
                         i = int32(i + CHUNK)
                     fence_proxy_async()  # before a copy of another step comes there
-            at, k_tile = at + TILE_GROUP * tile_bytes, int32(k_tile + 1)
-            if k_tile == sizes[0]:
+            at, source, k_tile = at + TILE_GROUP * tile_bytes, source + TILE_K, int32(k_tile + 1)
+            if ends:
                 k_tile, item = int32(0), int32(item + 1)
                 if item < last or (item == last and end > 0):
-                    at, k_tile, row, here, item = begin(
-                        smem, ids, base, item, int32(0), sizes, lane
+                    at, source, k_tile, here, item = begin(
+                        smem, ids, base, item, int32(0), K, sizes, lane
                     )
-        return at, k_tile, row, here, item
+        return at, source, k_tile, here, item
 
     @cuda.jit(device=True, forceinline=True)
     def issue_resident(smem, a, warp, lane):
@@ -341,7 +340,7 @@ def kernel(
         outputs of a product, slots that share a row of A, all slots), int32."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         counts = cuda.shared.array(experts, int32)
-        totals = cuda.shared.array(warps, int32)
+        totals = cuda.shared.array(n_totals, int32)
         acc, factors = cuda.local.array(SUMS, float32), cuda.local.array(4, float32)
         added = cuda.local.array(4, float32)
         slots, rows = cuda.local.array(2, int32), cuda.local.array(2, int32)
@@ -381,9 +380,9 @@ def kernel(
         end = int32(stop - last * k_tiles)
         k_tile = int32(u - item * k_tiles)
         item, last = int32(item + first_item), int32(last + first_item)
-        walk = int64(0), k_tile, int32(0), int32(0), item
+        walk = int64(0), int64(0), k_tile, int32(0), item
         if u < stop:
-            walk = begin(smem, ids, base, item, k_tile, sizes, lane)
+            walk = begin(smem, ids, base, item, k_tile, int32(a.shape[1]), sizes, lane)
         # of the warp's items row scales, which would be waited for at the end of each
         further = int32(item + lane)
         if u < stop and (further < last or (further == last and end > 0)):

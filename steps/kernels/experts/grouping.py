@@ -39,7 +39,7 @@ class Grouping:
 
     route(smem, counts, totals, ids, base, n, E, t) -> groups
         all threads: the list of groups of slots base to base + n, at most 1024. counts: shared
-        int32 [E or more], totals: shared int32 [warps]
+        int32 [E or more], totals: shared int32 [warps + 1]
     locate(smem, ids, base, group, E) -> (expert, the place of its first token, how many)
     slot_at(smem, base, place) -> the slot of a token
     """
@@ -64,6 +64,8 @@ def grouping(
         while i < E:
             counts[i] = 0
             i = int32(i + threads)
+        if t == 0:
+            totals[warps] = 0
         cuda.syncthreads()
         # --- count the slots of each expert
         i = t
@@ -98,6 +100,8 @@ def grouping(
             if count > 0:
                 place = int32(first & 0xFFFF)
                 counts[e] = int32(place | (count << 16))
+                if groups > 1:
+                    cuda.atomic.max(totals, warps, 1)
                 for j in range(groups):
                     here = min(tokens, int32(count - tokens * j))
                     found = uint32((place + tokens * j) | (here << 16))
@@ -115,27 +119,28 @@ def grouping(
             i = int32(i + threads)
         cuda.syncthreads()
         # --- those of several groups in their own order: a slot counts the earlier ones
-        i = t
-        while i < n:
-            e = expert(ids, base + i, E)
-            if e >= 0 and int32(counts[e]) >= ((tokens + 1) << 16):
-                place, count = int32(int32(counts[e]) & 0xFFFF), int32(int32(counts[e]) >> 16)
-                rank = uint32(0)
-                for j in range(count):
-                    if load_u32(smem, order_at + 4 * (place + j)) < uint32(base + i):
-                        rank = uint32(rank + uint32(1))
-                store_u32(smem, ranks_at + 4 * i, rank)
-            i = int32(i + threads)
-        cuda.syncthreads()
-        i = t
-        while i < n:
-            e = expert(ids, base + i, E)
-            if e >= 0 and int32(counts[e]) >= ((tokens + 1) << 16):
-                rank = int32(load_u32(smem, ranks_at + 4 * i))
-                place = int32(int32(counts[e]) & 0xFFFF)
-                store_u32(smem, order_at + 4 * (place + rank), uint32(base + i))
-            i = int32(i + threads)
-        cuda.syncthreads()
+        if int32(totals[warps]) > 0:
+            i = t
+            while i < n:
+                e = expert(ids, base + i, E)
+                if e >= 0 and int32(counts[e]) >= ((tokens + 1) << 16):
+                    place, count = int32(int32(counts[e]) & 0xFFFF), int32(int32(counts[e]) >> 16)
+                    rank = uint32(0)
+                    for j in range(count):
+                        if load_u32(smem, order_at + 4 * (place + j)) < uint32(base + i):
+                            rank = uint32(rank + uint32(1))
+                    store_u32(smem, ranks_at + 4 * i, rank)
+                i = int32(i + threads)
+            cuda.syncthreads()
+            i = t
+            while i < n:
+                e = expert(ids, base + i, E)
+                if e >= 0 and int32(counts[e]) >= ((tokens + 1) << 16):
+                    rank = int32(load_u32(smem, ranks_at + 4 * i))
+                    place = int32(int32(counts[e]) & 0xFFFF)
+                    store_u32(smem, order_at + 4 * (place + rank), uint32(base + i))
+                i = int32(i + threads)
+            cuda.syncthreads()
         return int32(so_far >> 16)
 
     @cuda.jit(device=True, forceinline=True)
