@@ -281,15 +281,9 @@ def test_everything_else_takes_pefts_way(together: Any, why: str, monkeypatch: A
     x = tokens(count, dtype=torch.float32 if why == "float32" else HALF)
     change(layer)
     taken = []
-    own = lora.Linear.forward
-    monkeypatch.setattr(
-        lora.Linear, "forward", lambda self, x: (taken.append(why), own(self, x))[1]
-    )
+    monkeypatch.setattr(lora.Linear, "forward", lambda self, x: taken.append(why))
     with torch.set_grad_enabled(why == "a gradient"):
-        try:
-            layer(x)
-        except NotImplementedError:  # dequantized weights of a layer that is on no device
-            assert why == "DoRA"
+        layer(x)
     assert taken == [why]
     assert layer._term is None
 
