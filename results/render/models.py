@@ -10,7 +10,7 @@ gradients.json, of single layers (`results.measure.gradients`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,30 +49,29 @@ def of_transformers(path: Path) -> Table | None:
 def of_gguf(path: Path) -> Table | None:
     """`generate` of transformers with a GGUF file, as it loads it and after `use_gguf`."""
     rows, where = _read(path, "rows")
-    if not rows:
+    if rows is None:
         return None
 
-    def rate(mode: str) -> Column:
-        return Column(f"tokens/s, {mode}", lambda row: f"{row[mode]['tokens_s']:,.0f}")
+    def rate(way: str, mode: str) -> Callable[[Any], str]:
+        return lambda row: f"{row[way][mode]['tokens_s']:,.0f}"
 
-    lines = [
-        {"file": one["file"] if way == "transformers" else "", "side": side, **one[way]}
-        for one in rows
-        for way, side in (("transformers", f"{one['dtype']} weights"), ("blocks", "use_gguf"))
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    drawn = " Weights are random, in the shapes of these models."
+    def columns(side: str, way: str) -> Iterator[Column]:
+        yield Column(f"{side}, eager", rate(way, "eager"))
+        yield Column("compiled", rate(way, "compiled"))
+        yield Column("MB", lambda row: f"{row[way]['bytes'] / 1e6:,.0f}")
+
+    first, random = rows[0], any(one["name"].startswith("random") for one in rows)
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return of_records(
         (
-            _words("file", "file"),
-            _words("", "side"),
-            rate("eager"),
-            rate("compiled"),
-            Column("MB on the GPU", lambda row: f"{row['bytes'] / 1e6:,.0f}"),
+            _words("tokens/s", "file"),
+            *columns(f"{first['dtype']} weights", "transformers"),
+            *columns("use_gguf", "blocks"),
         ),
-        lines,
-        f"{versions}, {where}. {rows[0]['tokens']} tokens after {rows[0]['prompt']}."
-        + drawn * any(one["name"].startswith("random") for one in rows),
+        rows,
+        f"`generate`, {first['tokens']} tokens after {first['prompt']}, {versions}, {where}."
+        + " Weights are random, in the shapes of these models." * random
+        + " MB: weights on the GPU.",
     )
 
 

@@ -123,10 +123,8 @@ class ShardedLinear(QuantLinear):
         return whole
 
     def _product(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-        if not self.arrays and self._whole(self._parameters[BLOCKS]).is_cuda:
-            raise ValueError(
-                "the blocks came to the GPU unpacked: move the layer there before shard_blocks"
-            )
+        if not self.arrays:
+            self._whole(self._parameters[BLOCKS])
         return super()._product(x, bias, wide=wide)
 
     @property

@@ -342,6 +342,11 @@ class QuantLinear(nn.Linear):
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
             raise ValueError(f"x is on {x.device} and the layer is on {here}: move one of them")
+        if x.is_cuda and not weights:
+            raise ValueError(
+                f"the blocks are on {here} and not packed, as something other than the layer's "
+                'to() moved them: call layer.to("cuda") before, for FSDP before shard_blocks'
+            )
         graded = False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)

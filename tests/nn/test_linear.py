@@ -1537,6 +1537,10 @@ def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
     assert fresh.half()(x.half()).dtype == torch.float16
     with pytest.raises(ValueError, match="x is on cpu and the layer is on cuda:0"):
         layer(x.cpu())
+    moved = QuantLinear.from_blocks(blocks_of())
+    moved.blocks.data = moved.blocks.to(cuda)  # as torch's fully_shard does
+    with pytest.raises(ValueError, match="blocks are on cuda:0 and not packed, as something other"):
+        moved(x)
 
 
 @pytest.fixture
