@@ -185,6 +185,7 @@ def test_a_step_through_make() -> None:
     done = make("diff", "STEP=2", "VENV=system", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--- steps/step01_naive_w4a16.py")
+    assert make("step99", "VENV=system", f"PYTHON={sys.executable}").returncode != 0
 
 
 # --- the set-up -----------------------------------------------------------------------------------
