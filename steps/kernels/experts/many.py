@@ -37,6 +37,7 @@ Prerequisites
 from __future__ import annotations
 
 from functools import cache
+from itertools import product as product_of
 from math import erfc, sqrt
 from typing import Any, Final
 
@@ -95,7 +96,7 @@ from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
 from steps.kernels.prefill.wgmma_products import half_stage
 from steps.kernels.prefill.wgmma_tiles import H200_TILE_END, float16_stage_cycles
 
-TOKENS: Final = (16, 32, 48, 64, 80, 96, 112, 128)  # of a tile
+TOKENS: Final = tuple(range(16, 161, 16))  # of a tile: 160 sums of a thread leave 64 registers
 WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
 CONSUMERS: Final = WARPGROUPS * WARPGROUP
 CONSUMER_WARPS: Final = CONSUMERS // 32
@@ -105,6 +106,7 @@ H200_ROWS: Final = 8
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
 
 STAGES: Final = 8  # of the ring, at most
+STAGINGS: Final = ((32, 2), (16, 2), (16, 1))  # of `scatter`, the last for the sake of a stage
 STAGGER: Final = 2  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (224, 56)  # of consumers and producers: 2 x 224 + 56 are the 504 of 3 x 168
 ROWS_AT_ONCE: Final = 4  # that a warp of the producer copies together, 64 K of each
@@ -114,13 +116,13 @@ BOX_ROW: Final = 2 * BOX_K  # bytes
 @cache
 def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, gate: str | None,
-    tile: tuple[int, int], stages: int, stagger: int,
+    tile: tuple[int, int], stages: int, stagger: int, staging: tuple[int, int],
 ) -> tuple[Any, int]:  # fmt: skip
     """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
     (features, tokens) and a ring of `stages`, the first warpgroup `stagger` of them before the
-    other; its shared memory in bytes without the tables of experts, `table_bytes`). scaled: tokens
-    have scales. gate: of a tile of 256 rows of W 128 are gates and 128 their ups, and C has what
-    `GATE_OF` makes of them."""
+    other, and `staging` of `scatter`; its shared memory in bytes without the tables of experts,
+    `table_bytes`). scaled: tokens have scales. gate: of a tile of 256 rows of W 128 are gates and
+    128 their ups, and C has what `GATE_OF` makes of them."""
     (bn, bm), form = tile, half_stage(fmt.name, kind)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     acc_halves, is_gated = bn // HALF, gate is not None
@@ -138,11 +140,9 @@ def kernel(
     next_stage, wait_empty, expect = ring.next_stage, ring.wait_empty, ring.expect
     full, wait_full, release = ring.full, ring.wait_full, ring.release
     area_at = ceil_div(ring.end, 128) * 128
-    staged = 32
-    if area_at + WARPGROUPS * 2 * BOX_ROW * staged + MOST_TABLE_BYTES > shared_memory():
-        staged = 16
-    end = scatter(bm, area_at, staged, output, scaled, of_bias, gate)
-    load_features, sums, gated, store = end.load_features, end.sums, end.gated, end.store
+    end = scatter(bm, area_at, staging, output, scaled, of_bias, gate)
+    load_features, load_positions = end.load_features, end.load_positions
+    sums, gated, store = end.sums, end.gated, end.store
     # of int32: a table of rows of A for each producer warp, then offsets[E + 1], first_tile[E + 1]
     sources_at, each_row = area_at // 4 + WARPGROUPS * end.area_bytes // 4, bm // ROWS_AT_ONCE
     offsets_at = sources_at + PRODUCER_WARPS * bm
@@ -213,36 +213,33 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def find_sources(tables, table_at, rows, first, there, slots, lane):
-        """By a producer warp: the rows of A of a tile, -1 beyond it, those that a lane copies side
-        by side."""
+        """By a producer warp: the rows of A of a tile, those that a lane copies side by side; rows
+        beyond the tile are its last one, so that no copy asks."""
         for r in range(lane, bm, 32):
-            source = int32(-1)
-            if r < there:
-                source = int32(uint32(load_u32(rows, int32(first + r))) // uint32(slots))
-            tables[table_at + (r & (ROWS_AT_ONCE - 1)) * each_row + r // ROWS_AT_ONCE] = source
+            position = uint32(load_u32(rows, int32(first + min(int32(r), int32(there - 1)))))
+            at = table_at + (r & (ROWS_AT_ONCE - 1)) * each_row + r // ROWS_AT_ONCE
+            tables[at] = int32(position // uint32(slots))
         cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_rows(memory, tables, table_at, at, a, k, lane):
+    def copy_rows(memory, tables, table_at, at, a, k, there, lane):
         """By a producer warp: 128 K of the rows of a tile to byte `at`, as tensor maps leave them.
-        Rows beyond the tile, and K beyond A, where weights are zeros, become zeros: 0 * NaN would
-        be NaN."""
+        K beyond A, where weights are zeros, become zeros: 0 * NaN would be NaN. Of rows beyond the
+        tile whole sixteens are left as they are: their sums are not stored."""
         K = int32(a.shape[1])
         row, chunk = int32(lane >> 3), int32(lane & 7)
         k = int32(k + chunk * CHUNK_HALVES)
-        lower, upper = k < K, k + BOX_K < K
+        lower, upper = uint32(16 if k < K else 0), uint32(16 if k + BOX_K < K else 0)
         even = int32(at + row * BOX_ROW + (chunk ^ row) * 16)  # of rows 0 to 3 of eight
         odd = int32(at + (row + 4) * BOX_ROW + (chunk ^ (row + 4)) * 16)
         for i in range(0, each_row, 4):
-            four = load_u32x4(tables, table_at + row * each_row + i)
-            for j in range(4):
-                source = int32(four[j])
-                to = (odd if j & 1 else even) + (i + j) // 2 * (8 * BOX_ROW)
-                there = int64(source) * K + k
-                size = uint32(16 if source >= 0 and lower else 0)
-                cp_async_16_zfill(memory, to, a, there, size)
-                size = uint32(16 if source >= 0 and upper else 0)
-                cp_async_16_zfill(memory, to + box_bytes, a, there + BOX_K, size)
+            if ROWS_AT_ONCE * i < there:
+                four = load_u32x4(tables, table_at + row * each_row + i)
+                for j in range(4):
+                    source = int64(int32(four[j])) * K + k
+                    to = (odd if j & 1 else even) + (i + j) // 2 * (8 * BOX_ROW)
+                    cp_async_16_zfill(memory, to, a, source, lower)
+                    cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
         cp_async_commit()
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
@@ -287,7 +284,7 @@ def kernel(
                         copy_weights(memory, to, w, expert, n0, step, steps, groups, full(stage))
                     cuda.syncwarp()
                     at = stage * a_bytes
-                    copy_rows(memory, tables, table_at, at, a, int32(step * TILE_K), lane)
+                    copy_rows(memory, tables, table_at, at, a, int32(step * TILE_K), there, lane)
                     wait_for_copies()
                     fence_proxy_async()
                     cuda.syncwarp()
@@ -310,37 +307,40 @@ def kernel(
         previous = int32(0)
         while tile_id < tiles_c:
             expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
-            acc, acc1, step = no_sums(), no_sums(), int32(0)  # of both accumulator halves
-            own_row = int32(first + min(int32(t & (WARPGROUP - 1)), int32(there - 1)))
-            position = int32(load_u32(rows, own_row))
+            acc, acc1, step, half = no_sums(), no_sums(), int32(0), int32(0)
+            positions = load_positions(rows, first, there)
             while True:
-                wait_full(memory, stage, parity)
+                # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
+                # newest product running: registers of the other are free. It is a loop, and not
+                # written out for both halves of a stage, since ptxas gives each product that it
+                # sees registers of its own.
+                if half == 0:
+                    wait_full(memory, stage, parity)
                 at = weights_at + stage * w_bytes + warp * warp_bytes
-                b = swizzled_descriptor(memory, stage * a_bytes)
-                # as in `steps.kernels.prefill.wgmma_float16`
-                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                b = swizzled_descriptor(memory, stage * a_bytes + half * box_bytes)
+                loaded = load(memory, at, lane, half)
                 if acc_halves == 2:
-                    lower1 = load(memory, at + acc_half_bytes, lane, 0)
-                    acc1 = wait_for_all_but_one(acc1)
-                else:
-                    acc = wait_for_all_but_one(acc)
-                acc = multiply(acc, lower, b)
+                    loaded1 = load(memory, at + acc_half_bytes, lane, half)
                 acc = wait_for_all_but_one(acc)
-                # the stage before has been multiplied
-                release(memory, previous, lane == 0 and step > 0)
-                if acc_halves == 2:
-                    acc1 = multiply(acc1, lower1, b)
-                    upper1 = load(memory, at + acc_half_bytes, lane, 1)
-                    acc1 = wait_for_all_but_one(acc1)
-                acc = multiply(acc, upper, b + box_bytes // 16)
-                if acc_halves == 2:
+                if acc_halves == 1:
+                    # the half before has been multiplied but for its last product
+                    acc = multiply(acc, loaded, b)
                     acc = wait_for_all_but_one(acc)
-                    acc1 = multiply(acc1, upper1, b + box_bytes // 16)
-                if stagger and step == others_begin:
-                    barrier_arrive(stagger_barrier, CONSUMERS)
-                previous = stage
-                stage, parity = next_stage(stage, parity)
-                step = int32(step + 1)
+                else:
+                    acc = multiply(acc, loaded, b)
+                    acc1 = wait_for_all_but_one(acc1)
+                # the stage before has been multiplied
+                release(memory, previous, lane == 0 and half == 0 and step > 0)
+                if acc_halves == 2:
+                    acc1 = multiply(acc1, loaded1, b)
+                if half == 0:
+                    previous = stage
+                else:
+                    if stagger and step == others_begin:
+                        barrier_arrive(stagger_barrier, CONSUMERS)
+                    stage, parity = next_stage(stage, parity)
+                    step = int32(step + 1)
+                half = int32(half ^ 1)
                 if step == steps:
                     break
             others_begin = int32(-1)
@@ -354,11 +354,11 @@ def kernel(
                 y = cuda.local.array(n_acc, float32)
                 sums(y, acc1, load_features(row_scales, bias, expert, n, groups, N, 1), of_tokens)
                 gated(x, y)
-            store(x, c, position, there, n, N)
+            store(x, c, positions, there, n, N)
             if acc_halves == 2 and not is_gated:
                 z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
                 sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
-                store(z, c, position, there, n, N)
+                store(z, c, positions, there, n, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -373,9 +373,6 @@ def kernel(
             i = int32(i + cuda.gridDim.x)
 
     return experts_many, 4 * offsets_at
-
-
-MOST_TABLE_BYTES: Final = 8 * 1025 + 1536
 
 
 def table_bytes(experts: int) -> int:
@@ -433,15 +430,12 @@ def product(
     bn = 2 * HALF if request.n > HALF or request.gate else HALF
     bm = tile_tokens(stored_as.bits, request.slots / request.experts, bn, steps)
     kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
-    stages = STAGES
-
-    def made(stages: int) -> tuple[Any, int]:
-        run, shared_bytes = kernel(stored_as, *kinds, (bn, bm), stages, min(STAGGER, stages - 2))
-        return run, shared_bytes + table_bytes(request.experts)
-
-    while made(stages)[1] > shared_memory():
-        stages -= 1
-    run, shared_bytes = made(stages)
+    for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):
+        stagger = min(STAGGER, stages - 2)
+        run, shared_bytes = kernel(stored_as, *kinds, (bn, bm), stages, stagger, staging)
+        shared_bytes += table_bytes(request.experts)
+        if shared_bytes <= shared_memory():
+            break
     slots = 1 if request.per_slot else request.chosen
     sizes = tuple(map(np.int32, (request.experts, steps, groups, slots, request.outputs)))
     unused = given.row_scales  # where there are no token scales, or no bias

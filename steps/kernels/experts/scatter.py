@@ -15,6 +15,7 @@ from typing import Any
 
 from numba import cuda, int32, int64, uint8, uint32
 
+from steps.contract import ceil_div
 from steps.instructions import (
     barrier_sync,
     load_f32,
@@ -45,13 +46,15 @@ class Scatter:
         (token_scales, rows, first, there, slots) of the tile
     gated(x, y)
         x = the gate of gates x and ups y
-    store(x, c, position, there, n, N)
-        x to features n .. n + 63 of flat c[P, N], of row `position` the token that is the thread's
-        number in its warpgroup; nothing beyond the first `there` tokens and N
+    load_positions(rows, first, there) -> positions
+        rows of C of two tokens: the thread's number in its warpgroup, and 128 more
+    store(x, c, positions, there, n, N)
+        x to features n .. n + 63 of flat c[P, N]; nothing beyond the first `there` tokens and N
     """
 
     area_bytes: int
     load_features: Any
+    load_positions: Any
     sums: Any
     gated: Any
     store: Any
@@ -59,16 +62,19 @@ class Scatter:
 
 @cache
 def scatter(
-    tokens: int, first_byte: int, staged_tokens: int, output: str, scaled: bool,
+    tokens: int, first_byte: int, staging: tuple[int, int], output: str, scaled: bool,
     of_bias: str | None, gate: str | None,
 ) -> Scatter:  # fmt: skip
     """For tiles of `tokens` tokens, C of dtype `output`, a bias of dtype `of_bias` or none, a gate
-    of this name or none. scaled: tokens have scales. The areas of the warpgroups begin at
-    `first_byte` of dynamic shared memory."""
-    n_acc, staged = tokens // 2, gcd(tokens, staged_tokens)
+    of this name or none. scaled: tokens have scales. staging: tokens of a buffer, at most, and
+    buffers, one or two: with two one barrier serves both sides. The areas of the warpgroups begin
+    at `first_byte` of dynamic shared memory."""
+    n_acc, staged, buffers_of_area = tokens // 2, gcd(tokens, staging[0]), staging[1]
     buffer_bytes = ROW * staged
-    areas = 0 if output == "float32" else 2 * buffer_bytes
-    area_bytes = areas + 4 * WARPGROUP  # with a table of positions behind the buffers
+    areas = 0 if output == "float32" else buffers_of_area * buffer_bytes
+    area_bytes = (
+        areas + 4 * ceil_div(tokens, 32) * 32
+    )  # with a table of positions behind the buffers
     load_bias, add = bias_of(of_bias)
     times, is_gated = GATE_OF[gate or "silu"], gate is not None
     pair = PAIRS.get(output)
@@ -124,19 +130,32 @@ def scatter(
                     store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def put_position(position):
+    def load_positions(rows, first, there):
+        t, last = int32(cuda.threadIdx.x & (WARPGROUP - 1)), int32(there - 1)
+        position = int32(load_u32(rows, int32(first + min(t, last))))
+        if tokens > WARPGROUP:
+            other = load_u32(rows, int32(first + min(int32(WARPGROUP + t), last)))
+            return position, int32(other)
+        return position, int32(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_positions(positions):
         """Once nobody loads from the area any more. Returns where the warpgroup's table begins; a
         barrier must follow. The positions of all tokens are in registers long before a tile ends:
         loads between the stores to C would each take a trip to the L2."""
         table = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
-        warpgroup, t = int32(cuda.threadIdx.x // WARPGROUP), cuda.threadIdx.x & (WARPGROUP - 1)
+        warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
+        t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         at = int32((first_byte + areas) // 4 + warpgroup * (area_bytes // 4))
         barrier_sync(1 + warpgroup, WARPGROUP)
-        table[at + t] = position
+        if t < tokens:
+            table[at + t] = positions[0]
+        if WARPGROUP + t < tokens:
+            table[at + WARPGROUP + t] = positions[1]
         return at
 
     @cuda.jit(device=True, forceinline=True)
-    def store_halves(x, c, position, there, n, N):
+    def store_halves(x, c, positions, there, n, N):
         table = cuda.shared.array(0, int32, alignment=128)
         buffers = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
@@ -152,9 +171,11 @@ def scatter(
         source = base + row * ROW + (eight ^ (row & 7)) * 16
         feature = int32(n + 8 * eight)
         wide, left = N & 7 == 0, int32(N - feature)
-        table_at = put_position(position)
+        table_at = put_positions(positions)
         for begin in range(0, tokens, staged):
-            buffer = begin // staged % 2 * buffer_bytes
+            buffer = begin // staged % buffers_of_area * buffer_bytes
+            if begin > 0 and buffers_of_area == 1:
+                barrier_sync(1 + warpgroup, WARPGROUP)  # the tokens before are in C
             for j in range(0, staged, 16):
                 r = (begin + j) // 2
                 stmatrix_x4_trans(
@@ -173,9 +194,9 @@ def scatter(
                     store_eight(c, int64(table[table_at + r]) * N + feature, y, wide, left)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_floats(x, c, position, there, n, N):
+    def store_floats(x, c, positions, there, n, N):
         table = cuda.shared.array(0, int32, alignment=128)
-        table_at = put_position(position)
+        table_at = put_positions(positions)
         barrier_sync(1 + int32(cuda.threadIdx.x // WARPGROUP), WARPGROUP)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         feature = int32(n + (t >> 5) * 16 + (t >> 2 & 7))
@@ -190,4 +211,4 @@ def scatter(
                         store_f32(c, offset + 8, x[4 * j + i + 2])
 
     store = store_floats if output == "float32" else store_halves
-    return Scatter(area_bytes, load_features, sums, gated, store)
+    return Scatter(area_bytes, load_features, load_positions, sums, gated, store)
