@@ -96,7 +96,16 @@ from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
 from steps.kernels.prefill.wgmma_products import half_stage
 from steps.kernels.prefill.wgmma_tiles import H200_TILE_END, float16_stage_cycles
 
-TOKENS: Final = tuple(range(16, 161, 16))  # of a tile: 160 sums of a thread leave 64 registers
+TOKENS: Final = tuple(range(16, 161, 16))
+"""Tokens of a tile."""
+
+
+def most_tokens(bits: int, scaled: bool) -> int:
+    """Tokens of a tile at most: 160 sums of a thread leave 64 registers, enough for weights of 4
+    bits and for tokens without scales."""
+    return 128 if scaled else 160 if bits == 4 else 144
+
+
 WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
 CONSUMERS: Final = WARPGROUPS * WARPGROUP
 CONSUMER_WARPS: Final = CONSUMERS // 32
@@ -390,14 +399,15 @@ def expected_tiles(rows: float, bm: int) -> float:
     return found
 
 
-def tile_tokens(bits: int, rows: float, bn: int, steps: int) -> int:
-    """The tokens of a tile with which an expert of `rows` rows should take the fewest cycles."""
+def tile_tokens(bits: int, rows: float, bn: int, steps: int, most: int) -> int:
+    """The tokens of a tile, up to `most`, with which an expert of `rows` rows should take the
+    fewest cycles."""
 
     def cycles(bm: int) -> float:
         each = steps * float16_stage_cycles(bits, bn, bm) + H200_TILE_END
         return expected_tiles(rows, bm) * each
 
-    return min(TOKENS, key=cycles)
+    return min((bm for bm in TOKENS if bm <= most), key=cycles)
 
 
 def launches(
@@ -428,7 +438,8 @@ def product(
     stored_as, (a, *scales) = storage_format(FORMATS[request.format]), activations
     steps, groups = ceil_div(request.k, TILE_K), request.row_tiles // TILE_GROUP
     bn = 2 * HALF if request.n > HALF or request.gate else HALF
-    bm = tile_tokens(stored_as.bits, request.slots / request.experts, bn, steps)
+    each = request.slots / request.experts
+    bm = tile_tokens(stored_as.bits, each, bn, steps, most_tokens(stored_as.bits, bool(scales)))
     kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
     for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):
         stagger = min(STAGGER, stages - 2)
@@ -444,8 +455,8 @@ def product(
         unused if given.bias is None else given.bias, c, rows, offsets, sizes,
     )  # fmt: skip
     tiles_n = ceil_div(request.outputs, HALF if request.gate else bn)
-    most = request.slots // bm + min(request.slots, request.experts)  # tiles of rows
-    grid = (min(multiprocessors(), most * tiles_n),)
+    tiles_c = tiles_n * (request.slots // bm + min(request.slots, request.experts))  # at most
+    grid = (min(multiprocessors(), tiles_c),)
     return Launch(run, grid, (CONSUMERS + WARPGROUP,), args, shared_bytes, overlap=True)
 
 
