@@ -65,6 +65,15 @@ def test_positions_by_expert(shape: tuple[int, int], experts: int, dtype: str) -
     check_routing(ids, experts, Simulator(1))
 
 
+def test_more_ids_than_a_block_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WARPS", 1), ("THREADS", 32), ("KEPT", 1)):
+        monkeypatch.setattr(routing, name, value)
+    made = routing.kernel.__wrapped__
+    monkeypatch.setattr(routing, "kernel", made)
+    ids = np.random.default_rng(2).integers(-1, 2, (601, 3), endpoint=True).astype(np.int32)
+    check_routing(ids, 2, Simulator(4))
+
+
 @pytest.mark.gpu
 def test_positions_by_expert_on_a_gpu() -> None:
     machine, rng = Gpu(), np.random.default_rng(0)

@@ -10,9 +10,9 @@ counting sort puts the positions of each expert side by side, in their own order
 What is new
     A thread block for each expert, and one launch. A block reads all ids and counts those that are
     less than its own and those that are equal: the first count is where its rows begin. Then it
-    writes its rows. Blocks share nothing, so there are no atomics, and the order is always the
-    same. An id out of range counts as one expert more, behind the last: rows[offsets[E]:] have
-    none.
+    writes its rows, of which it has kept a bit for each id. Blocks share nothing, so there are no
+    atomics, and the order is always the same. An id out of range counts as one expert more, behind
+    the last: rows[offsets[E]:] have none.
 Why it should help
     32768 ids are 128 KB, which an SM reads from the L2 in 2 us; with 128 experts an SM has one
     block. A sort by passes of digits takes several launches and memory between them.
@@ -44,6 +44,9 @@ WARPS: Final = 16
 IN_FLIGHT: Final = 16
 """Loads of a thread before the first is used."""
 THREADS: Final = 32 * WARPS
+KEPT: Final = 4
+"""Batches of `IN_FLIGHT` ids of which a thread keeps which are its block's: 32768 of a block. More
+are read again."""
 EVERY_LANE: Final = 0xFFFFFFFF
 
 
@@ -66,54 +69,77 @@ def kernel(of_ids: str) -> Any:
         return int32(expert if position < count else experts + 1)
 
     @cuda.jit(device=True, forceinline=True)
+    def batch(ids, first, count, experts, own, lane):
+        """Of IN_FLIGHT ids of a lane from position first + lane on: (how many are less than the
+        block's own, a bit for each that is equal)."""
+        loaded = cuda.local.array(IN_FLIGHT, int32)
+        for i in range(IN_FLIGHT):
+            loaded[i] = expert_of(ids, int32(first + 32 * i + lane), count, experts)
+        less = equal = int32(0)
+        for i in range(IN_FLIGHT):
+            less = int32(less + (1 if loaded[i] < own else 0))
+            equal = int32(equal | (1 << i if loaded[i] == own else 0))
+        return less, equal
+
+    @cuda.jit(device=True, forceinline=True)
     def sum_of_warp(x):
         for i in range(5):
             x = int32(x + shfl_xor(x, int32(1 << i)))
         return x
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(rows, row, first, equal, lane):
+        """The positions of a batch to rows[row ...]; the row behind them."""
+        before = uint32((1 << lane) - 1)
+        for i in range(IN_FLIGHT):
+            here = uint32(cuda.ballot_sync(EVERY_LANE, (equal >> i & 1) == 1))
+            if equal >> i & 1:
+                place = int32(row + cuda.popc(here & before))
+                store_u32(rows, place, uint32(first + 32 * i + lane))
+            row = int32(row + cuda.popc(here))
+        return row
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def route(ids, rows, offsets):
         """rows, offsets of ids[T, S], see the module; int32 rows[T S], offsets[E + 1]. Thread block
         e has the rows of expert e, the last one those of none."""
         griddepcontrol_launch_dependents()
-        counts = cuda.shared.array((2, WARPS), int32)
+        counts, kept = cuda.shared.array((2, WARPS), int32), cuda.local.array(KEPT, int32)
         experts, count = int32(offsets.shape[0] - 1), int32(rows.shape[0])
         own, t = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
         warp, lane = int32(t >> 5), int32(t & 31)
-        loaded = cuda.local.array(IN_FLIGHT, int32)
         part = int32(uint32(count + WARPS * at_once - 1) // uint32(WARPS * at_once) * at_once)
         begin = int32(warp * part)
         end = int32(min(begin + part, count))
         griddepcontrol_wait()
         less = equal = int32(0)
-        for first in range(begin, end, at_once):
-            for i in range(IN_FLIGHT):
-                loaded[i] = expert_of(ids, int32(first + 32 * i + lane), count, experts)
-            for i in range(IN_FLIGHT):
-                less = int32(less + (1 if loaded[i] < own else 0))
-                equal = int32(equal + (1 if loaded[i] == own else 0))
+        for q in range(KEPT):
+            kept[q] = 0
+            if begin + q * at_once < end:
+                found = batch(ids, int32(begin + q * at_once), count, experts, own, lane)
+                kept[q] = found[1]
+                less, equal = int32(less + found[0]), int32(equal + cuda.popc(found[1]))
+        for first in range(begin + KEPT * at_once, end, at_once):
+            found = batch(ids, int32(first), count, experts, own, lane)
+            less, equal = int32(less + found[0]), int32(equal + cuda.popc(found[1]))
         less, equal = sum_of_warp(less), sum_of_warp(equal)
         if lane == 0:
             counts[0, warp], counts[1, warp] = less, equal
         cuda.syncthreads()
-        start = next_row = int32(0)
+        start = row = int32(0)
         for i in range(WARPS):
             start = int32(start + counts[0, i])
-            next_row = int32(next_row + (counts[1, i] if i < warp else 0))
+            row = int32(row + (counts[1, i] if i < warp else 0))
         if t == 0:
             offsets[own] = start
-        next_row = int32(next_row + start)
+        row = int32(row + start)
         if equal > 0:
-            before = uint32((1 << lane) - 1)
-            for first in range(begin, end, at_once):
-                for i in range(IN_FLIGHT):
-                    loaded[i] = expert_of(ids, int32(first + 32 * i + lane), count, experts)
-                for i in range(IN_FLIGHT):
-                    here = uint32(cuda.ballot_sync(EVERY_LANE, loaded[i] == own))
-                    if loaded[i] == own:
-                        place = int32(next_row + cuda.popc(here & before))
-                        store_u32(rows, place, uint32(first + 32 * i + lane))
-                    next_row = int32(next_row + cuda.popc(here))
+            for q in range(KEPT):
+                if begin + q * at_once < end:
+                    row = write(rows, row, int32(begin + q * at_once), kept[q], lane)
+            for first in range(begin + KEPT * at_once, end, at_once):
+                found = batch(ids, int32(first), count, experts, own, lane)
+                row = write(rows, row, int32(first), found[1], lane)
 
     return route
 
