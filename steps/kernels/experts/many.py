@@ -111,7 +111,7 @@ CONSUMERS: Final = WARPGROUPS * WARPGROUP
 CONSUMER_WARPS: Final = CONSUMERS // 32
 PRODUCER_WARPS: Final = WARPGROUP // 32
 HALF: Final = 64 * WARPGROUPS  # features of an accumulator half of all warpgroups
-H200_ROWS: Final = 8
+H200_ROWS: Final = 6
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
 
 STAGES: Final = 8  # of the ring, at most
