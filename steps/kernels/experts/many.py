@@ -159,6 +159,9 @@ def kernel(
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     wait_for_copies = cp_async_wait(0)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
+    # Warps of the producer that take stages in turn. With more than there are stages, one could
+    # wait for the round after next of a stage, which its parity does not tell from this one.
+    turns = min(PRODUCER_WARPS, stages)
     stagger_barrier = 1 + WARPGROUPS  # the named barrier behind those of `store`
 
     @cuda.jit(device=True, forceinline=True)
@@ -277,6 +280,8 @@ def kernel(
             dec_registers()
             own = int32(warp - CONSUMER_WARPS)
             table_at = sources_at + own * bm
+            if own >= turns:
+                return
             left = own  # steps until the warp's next one
             for _ in range(own):
                 stage, parity = next_stage(stage, parity)
@@ -299,9 +304,9 @@ def kernel(
                     cuda.syncwarp()
                     if lane == 0:
                         mbarrier_arrive(memory, full(stage))
-                    for _ in range(PRODUCER_WARPS):
+                    for _ in range(turns):
                         stage, parity = next_stage(stage, parity)
-                    step = int32(step + PRODUCER_WARPS)
+                    step = int32(step + turns)
                 left = int32(step - steps)
                 tile_id = int32(tile_id + cuda.gridDim.x)
             return
