@@ -17,14 +17,14 @@ What is new
     them known to wgmma, and then arrives. So that nobody else waits meanwhile, the producer's warps
     take stages in turn: while one waits for its stage, three fill the next ones.
 
-        warp 8   | copies of step 0, wait, announce |    | step 4 ...
-        warp 9      | step 1                  |             | step 5 ...
+        warp 8    | copies of step 0, wait, announce | step 4 ...
+        warp 9       | copies of step 1 ...             | step 5 ...
 Why it should help
     A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
     until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
     once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
-    weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP
-    and tiles of 128 rows multiply 1.25 times as many: 560 us at 690 TFLOPS.
+    weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP,
+    and tiles of 144 rows multiply 1.14 times as many: 510 us at 690 TFLOPS.
 What it costs
     The copies of A are instructions, 64 of a warp for a stage of 128 tokens. A pass that sorts A
     first would write and read 134 MB at 4096 tokens: 60 us.
