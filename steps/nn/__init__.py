@@ -2,7 +2,8 @@
 
 linear.py      the layer, and whole models
 operator.py    the product as an operator of torch
-rows.py        rows of weights as floats; embeddings and experts over blocks
+experts.py     experts of a mixture as a layer, and ggml's mul_mat_id
+rows.py        rows of weights as floats; embeddings over blocks
 gguf.py        models of transformers with the blocks of their GGUF files
 ggml_kernels.py  the kernels that transformers asks for where it keeps a GGUF file packed
 pretrained.py  models of transformers, quantized, through its save_pretrained and from_pretrained
