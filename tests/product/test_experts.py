@@ -16,6 +16,7 @@ from qformats import dequantize, quantize
 from qformats.repack import tiles
 from steps import experts, pack_experts
 from steps.driver.machines import Simulator
+from steps.kernels.experts import many
 from steps.kernels.experts.gates import gated
 from steps.product import experts as api
 from steps.product.experts import ExpertsRequest, choose, gates_and_ups
@@ -157,7 +158,8 @@ def test_many_rows_for_an_expert_are_for_another_kernel() -> None:
     def kernel(tokens: int) -> str:
         return choose(ExpertsRequest("q4_0", tokens, 8, 128, N, K), Simulator()).kernel.name
 
-    assert [kernel(t) for t in (1, 128, 129, 4096)] == ["few", "few", "many", "many"]
+    most = 16 * many.H200_ROWS
+    assert [kernel(t) for t in (1, most, most + 1, 4096)] == ["few", "few", "many", "many"]
 
 
 # --- on a GPU, without one ------------------------------------------------------------------------
