@@ -22,6 +22,7 @@ a whole one fits the layers of a model on one device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,6 +92,7 @@ class ShardedLinear(QuantLinear):
         for name, array in buffers.items():
             self.arrays[name] = array.dtype, array.shape
             _to_parameter(self, name, array.view(-1).view(torch.uint8))
+        self._non_persistent_buffers_set.update(self.arrays)  # in no state dict
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -187,14 +189,35 @@ class ShardedLinear(QuantLinear):
             return
         for name in self.arrays:
             del destination[prefix + name]
-        held, rows = next(iter(self._shares().values())), self.rows
-        if self._is_share(held):
-            shape = self.out_features, rows.shape[1]
-            rows = DTensor.from_local(
-                rows, held.device_mesh, held.placements, run_check=False, shape=shape,
-                stride=(shape[1], 1),
-            )  # fmt: skip
-        destination[prefix + BLOCKS] = rows
+        destination[prefix + BLOCKS] = self.blocks
+
+    def __getattr__(self, name: str) -> Any:
+        """On a GPU the blocks are no buffer, which fully_shard would move there."""
+        if name == BLOCKS and self.__dict__.get("rows") is not None:
+            return self._all_rows()
+        return super().__getattr__(name)
+
+    def _all_rows(self) -> Any:
+        """The blocks as a state dict has them: where ranks share them a DTensor, a copy on the
+        GPU."""
+        assert self.rows is not None
+        held, shape = next(iter(self._shares().values())), (self.out_features, self.rows.shape[1])
+        if not self._is_share(held):
+            return self.rows
+        return DTensor.from_local(
+            self.rows, held.device_mesh, held.placements, run_check=False, shape=shape,
+            stride=(shape[1], 1),
+        )  # fmt: skip
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
+        """Of this module alone with the blocks, once they are shared: for what saves checkpoints,
+        which asks so. The names of all buffers must not change by fully_shard."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        shared = self.rows is not None and self._is_share(next(iter(self._shares().values())))
+        if shared and not recurse:
+            yield f"{prefix}.{BLOCKS}".lstrip("."), self._all_rows()
 
     def _load_from_state_dict(
         self,

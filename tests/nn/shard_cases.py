@@ -489,7 +489,16 @@ def case_fsdp_shards_what_kernels_read() -> None:
             with pytest.raises(RuntimeError, match=r"Missing key.*0\.blocks"):
                 second.load_state_dict(lacks)
             second.load_state_dict(state)
-        check(second)
+            check(second)
+            third = small(2, **options)
+            for i in (0, 3):
+                packed_on_the_host(third[i])
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(first, options=whole)
+            assert set(state) == (names if rank() == 0 else set())
+            whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(fsdp(third), state, options=whole)
+            check(third)
         with pytest.raises(RuntimeError, match="ranks share the blocks of this layer"):
             second[0]._arrays("weights")
         with pytest.raises(ValueError, match="cannot move to cuda: move it before shard_blocks"):
@@ -602,7 +611,8 @@ def of_training() -> dict[str, dict[str, int]]:
     right, of_x = step("alone", alone, x[rank()], mean)
     alone.zero_grad()
     (sum(mean(alone(one)) for one in x) / ranks()).backward()
-    grads = {name: one.grad.clone() for name, one in alone.named_parameters()}
+    trained_ones = [(name, one) for name, one in alone.named_parameters() if one.requires_grad]
+    grads = {name: one.grad.clone() for name, one in trained_ones}
     state = {name: one.cpu() for name, one in alone.state_dict().items()}
     del alone
 
