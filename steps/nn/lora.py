@@ -82,6 +82,8 @@ class LoraLinear(Linear):
             return None
         term = self._term
         if term is None or term.device != held.device or not term.fits(adapters, x.dtype):
+            if operator.is_capturing():  # the graph would write to the copies at each replay
+                return None
             term = self._term = Term(adapters, x)
         if not term.is_fresh(adapters) and not term.refresh(adapters):
             return None
@@ -115,7 +117,9 @@ class LoraLinear(Linear):
         graded = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if not x.is_cuda or graded or (adapters := self._adapters(x)) is None:
+        if graded or not base.packings or base.device != x.device:  # packings are a GPU's
+            return None
+        if (adapters := self._adapters(x)) is None:
             return None
         down = torch.cat([one.down.to(x.dtype) for one in adapters])
         up = torch.cat([one.up.to(x.dtype) for one in adapters], 1)
