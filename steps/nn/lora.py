@@ -367,10 +367,19 @@ def launch(
 
 
 SETS: Final = 64
-"""Of words, set aside at once."""
+"""Of words, 1 MB, set aside at once."""
 
 _words: dict[tuple[int, int, int], Tensor] = {}
 _unused: dict[Any, list[Tensor]] = {}
+
+
+def reserve_words(like: Tensor) -> None:
+    """Set words aside on a device where fewer than `SETS` are left; only then it waits for the
+    GPU."""
+    unused = _unused.setdefault(like.device, [])
+    if len(unused) < SETS:
+        unused += like.new_zeros((SETS, low_rank.WORDS), dtype=torch.int32)
+        torch.cuda.synchronize(like.device)
 
 
 def words_of(like: Tensor, stream: int) -> Tensor:
@@ -381,10 +390,9 @@ def words_of(like: Tensor, stream: int) -> Tensor:
     key = (like.get_device(), stream, capture)
     found = _words.get(key)
     if found is None:
-        unused = _unused.setdefault(like.device, [])
-        if not unused and not capture:
-            unused += like.new_zeros((SETS, low_rank.WORDS), dtype=torch.int32)
-            torch.cuda.synchronize(like.device)
+        if not capture:
+            reserve_words(like)
+        unused = _unused.get(like.device)
         made = unused.pop() if unused else like.new_zeros(low_rank.WORDS, dtype=torch.int32)
         found = _words.setdefault(key, made)
     return found
