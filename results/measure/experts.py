@@ -240,7 +240,7 @@ def measured(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(LAYERS), choices=LAYERS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 512, 4096])
     parser.add_argument(
         "--routing", nargs="+", default=["random"], choices=["random", "zipf", "same"]
     )
