@@ -336,8 +336,13 @@ class QuantLinear(nn.Linear):
         """The product of this rank's blocks plus a bias, in float32 where it is wide."""
         if is_any_autocast_enabled():
             x = _autocast(x)
-        if not is_dynamo_compiling() and (held := self._directly(x, bias)) is not None:
-            return operator.multiply(x, bias, held, torch.float32 if wide else None)
+        graded = _has_gradient(x, bias)
+        if not is_dynamo_compiling() and (held := self._at_once(x, bias)) is not None:
+            dtype = torch.float32 if wide else None
+            if graded:
+                y: Tensor = operator.Multiplied.apply(x, bias, held, self.unpacked_from, dtype)
+                return y
+            return operator.multiply(x, bias, held, dtype)
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
@@ -347,9 +352,6 @@ class QuantLinear(nn.Linear):
                 f"the blocks are on {here} and not packed, as something other than the layer's "
                 'to() moved them: call layer.to("cuda") before, for FSDP before shard_blocks'
             )
-        graded = False
-        if torch.is_grad_enabled():
-            graded = x.requires_grad or (bias is not None and bias.requires_grad)
         call: Callable[..., Tensor] = operator.product
         if operator.is_transformed():
             call = operator.Linear.apply
@@ -371,16 +373,16 @@ class QuantLinear(nn.Linear):
         )
 
     def _directly(self, x: Tensor, bias: Tensor | None) -> operator.Weights | None:
-        """The packed weights where the product needs no operator of torch: on the GPU, without a
-        gradient, and where torch intercepts nothing (`operator.runs_at_once`); else None."""
+        """`_at_once`, where the product has no gradient; else None."""
+        return None if _has_gradient(x, bias) else self._at_once(x, bias)
+
+    def _at_once(self, x: Tensor, bias: Tensor | None) -> operator.Weights | None:
+        """The packed weights where the product needs no operator of torch: on the GPU, where torch
+        intercepts nothing (`operator.runs_at_once`); else None."""
         held = self._on_gpu()
         if held is None or x.get_device() != held.device or not operator.runs_at_once(x):
             return None
         if bias is not None and bias.get_device() != held.device:
-            return None
-        if torch.is_grad_enabled() and (
-            x.requires_grad or (bias is not None and bias.requires_grad)
-        ):
             return None
         return held
 
@@ -395,7 +397,7 @@ class QuantLinear(nn.Linear):
         """What `operator.dequantize` and `operator.linear_input_gradient` make the weights of, on
         the layer's device: their arguments from blocks to k."""
         weights = self._arrays("weights")
-        blocks = None if weights else self.blocks
+        blocks = None if weights and weights[0].is_cuda else self.blocks
         size = self.out_features, self.in_features
         return blocks, weights, self.packings, self.format, *size
 
@@ -608,6 +610,13 @@ class QuantLinear(nn.Linear):
         )
         if self.packings:
             self._move(here)
+
+
+def _has_gradient(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch is to differentiate the product."""
+    return torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad)
+    )
 
 
 def _autocast(x: Tensor) -> Tensor:

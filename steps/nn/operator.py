@@ -3,8 +3,8 @@
 They are for blocks what `torch.nn.functional.linear` is for a float matrix. torch.compile sees one
 node whose shape and dtype it knows without running it. `linear` has a gradient; `product` is the
 same without one. `steps.nn.linear.QuantLinear` calls them where torch compiles, traces or
-differentiates. Elsewhere it calls `multiply`, which does the same in less host time. The decoder
-always does.
+transforms. Elsewhere on a GPU it calls `multiply`, or `Multiplied` where there is a gradient, which
+do the same in less host time. The decoder always calls `multiply`.
 
 `multiply` goes the way of `steps.product`: a Request for x, `choose`, `prepare`, a call. What the
 kernel does not read, write or add, torch does (`Request.caller_casts`). So on a GPU a call consists
@@ -289,18 +289,27 @@ def _kept(ctx: Any) -> tuple[Tensor | None, list[Tensor]]:
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """With respect to x and bias; the blocks are constant."""
+    back = InputGradient.apply if is_transformed() else linear_input_gradient
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:
-        back = InputGradient.apply if is_transformed() else linear_input_gradient
-        # a float32 y of x in 16 bits is rounded to these further on: so is what comes back from it
-        of_x = back(gradient.to(ctx.dtype), *_kept(ctx), *ctx.of)
+        of_x = _of_x(ctx, gradient, back, (*_kept(ctx), *ctx.of))
     if ctx.needs_input_grad[1]:
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+        of_bias = _of_bias(ctx, gradient)
     weights, fast = ([None] * count for count in ctx.arrays)
     # torch leaves out last arguments that are their defaults, and wants no gradient of them
     constants = (None,) * (len(ctx.needs_input_grad) - 5)
     return of_x, of_bias, None, weights, fast, *constants
+
+
+def _of_x(ctx: Any, gradient: Tensor, back: Any, of: tuple[Any, ...]) -> Tensor:
+    # a float32 y of x in 16 bits is rounded to these further on: so is what comes back from it
+    of_x: Tensor = back(gradient.to(ctx.dtype), *of)
+    return of_x
+
+
+def _of_bias(ctx: Any, gradient: Tensor) -> Tensor:
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    return rows.sum(0, dtype=torch.float32).to(ctx.bias)
 
 
 linear.register_autograd(_gradients, setup_context=_remember)
@@ -515,6 +524,27 @@ def multiply(
     return y if bias is None and call.writes is call.dtype else finished(y, call.dtype, bias)
 
 
+class Multiplied(Function):
+    """`multiply` with a gradient: `linear` without torch's dispatcher, which takes the host longer
+    than many a product takes the GPU. of: `QuantLinear.unpacked_from`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Any, w: Weights, of: Any, dtype: Any) -> Tensor:
+        ctx.bias, ctx.dtype, ctx.of = bias is not None and bias.dtype, x.dtype, of
+        return multiply(x, bias, w, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_x = of_bias = None
+        if ctx.needs_input_grad[0]:
+            # the operator, where torch is to differentiate once more
+            back = linear_input_gradient if torch.is_grad_enabled() else _input_gradient_on_gpu
+            of_x = _of_x(ctx, gradient, back, ctx.of)
+        if ctx.needs_input_grad[1]:
+            of_bias = _of_bias(ctx, gradient)
+        return of_x, of_bias, None, None, None
+
+
 def launch(made: Prepared, arrays: Sequence[Tensor]) -> None:
     """Queue launches of an operation between products (`steps.decoder.kernel_operations`) on the
     current stream of the arrays' GPU."""
@@ -533,10 +563,18 @@ def unpack(
 ) -> None:
     """Queue what fills slab[N, width] with columns first, first + 1, ... of packed weights [N, K],
     see `steps.kernels.unpack`."""
-    arrays, device = (*weights, slab), slab.get_device()
-    with torch.cuda.device(device), _loading_allowed():
-        made = prepared_columns(layout, format, k, first, array_types(arrays), device)
-    launch(made, arrays)
+    device, arrays = slab.get_device(), (*weights, slab)
+    if device != current_device():
+        with torch.cuda.device(device):
+            unpack(weights, layout, format, k, first, slab)
+        return
+
+    def loaded() -> Prepared:
+        with _loading_allowed():
+            return prepared_columns(layout, format, k, first, array_types(arrays))
+
+    key = layout, format, k, first, slab.shape, slab.dtype, device
+    launch(_unpacking.of(key, loaded), arrays)
 
 
 def _addable(bias: Tensor, w: Weights) -> Tensor:
@@ -559,6 +597,7 @@ def _readable(x: Tensor, dtype: Any) -> Tensor:
 
 _choices: Kept[Choice] = Kept(PREPARED)
 _prepared: Kept[tuple[Choice, Prepared]] = Kept(PREPARED)
+_unpacking: Kept[Prepared] = Kept(PREPARED)
 
 
 def prepared(

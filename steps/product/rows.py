@@ -8,8 +8,8 @@
 
 Every value is what `qformats.dequantize` makes, rounded once to the dtype asked for. Layers of
 torch have the same as operators: `steps.nn.rows`. The kernel is that of `steps.kernels.rows`; its
-launches are prepared once for each shape, and so are those of `steps.kernels.unpack`, for columns
-of packed weights (`prepared_columns`).
+launches are prepared once for each shape. `prepared_columns` prepares those of
+`steps.kernels.unpack`, for columns of packed weights.
 """
 
 from __future__ import annotations
@@ -187,13 +187,12 @@ def _made(make: Callable[..., Launch], arrays: Sequence[ArrayType]) -> Prepared:
 
 
 def prepared_columns(
-    layout: str, format: str, k: int, first: int, arrays: Sequence[ArrayType], device: int
+    layout: str, format: str, k: int, first: int, arrays: Sequence[ArrayType]
 ) -> Prepared:
-    """As `prepared`, for columns `first` and on of weights [N, K] packed in a layout
-    (`steps.kernels.unpack`): of the packed arrays and the slab that these columns go to."""
-    key = layout, format, k, first, tuple(arrays), device
-    make = partial(_launch_columns, layout, format, k, first)
-    return _prepared.of(key, lambda: _made(make, arrays))
+    """The launch for columns `first` and on of weights [N, K] packed in a layout
+    (`steps.kernels.unpack`), on the current GPU: of the packed arrays and the slab that these
+    columns go to. Not kept."""
+    return _made(partial(_launch_columns, layout, format, k, first), arrays)
 
 
 def _launch_columns(

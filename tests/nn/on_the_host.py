@@ -91,6 +91,7 @@ def forget() -> None:
     """What is kept of choices and prepared launches."""
     torch_operator._choices.clear()
     torch_operator._prepared.clear()
+    torch_operator._unpacking.clear()
     product_rows._prepared.clear()
 
 

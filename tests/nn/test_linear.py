@@ -32,7 +32,6 @@ from steps.driver.machines import Simulator
 from steps.nn import linear
 from steps.nn import operator as torch_operator
 from steps.nn.linear import QuantLinear, quantize_model
-from steps.product import rows as product_rows
 from steps.product import tuning_table
 from steps.product.prepared import Kept
 from steps.registry import kernel_of
@@ -1069,6 +1068,13 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
         monkeypatch.setattr(
             torch_operator, name, lambda *a, n=name, o=original: called.append(n) or o(*a)
         )
+    graded = torch_operator.Multiplied.forward
+
+    def forward(*given: Any) -> Any:
+        called.append("with a gradient")
+        return graded(*given)
+
+    monkeypatch.setattr(torch_operator.Multiplied, "forward", staticmethod(forward))
 
     def calls(call: Any) -> list[str]:
         called.clear()
@@ -1076,8 +1082,10 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
         return [name for name in called if name != "multiply"] or called[:1]
 
     assert calls(lambda: layer(x)) == ["multiply"]
-    assert calls(lambda: layer(x.clone().requires_grad_())) == ["linear"]
-    assert calls(lambda: trained(x)) == ["linear"], "the bias has a gradient"
+    assert calls(lambda: layer(x.clone().requires_grad_())) == ["with a gradient"]
+    assert calls(lambda: trained(x)) == ["with a gradient"], "the bias has one"
+    with Asked():
+        assert calls(lambda: trained(x)) == ["linear"]
     with torch.no_grad():
         assert calls(lambda: trained(x)) == ["multiply"]
         assert calls(lambda: layer(nn.Parameter(x))) == ["multiply"]
@@ -1195,6 +1203,31 @@ def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
     assert [name for name, _, _ in host.launched] == slabs * 4
     with pytest.raises(ValueError, match=r"gradient must have shape \[..., 68\], got \[2, 67\]"):
         input_gradient(layer, tensor(2, N - 1, dtype=dtype))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_eager_gradients_on_a_gpu(host: Any, dtype: Any, wide: bool) -> None:
+    """Of x and of a bias, or of one of them, through torch's autograd; x of 16 bits gets its dtype
+    where y is float32."""
+    blocks = blocks_of("q4_1")
+    layer, w = uploaded(blocks, nn.Parameter(tensor(N))), torch.from_numpy(dequantize(blocks))
+    x = tensor(2, 3, K, dtype=dtype).requires_grad_()
+    y = layer._product(x, layer.bias, wide=wide)
+    assert y.dtype == (torch.float32 if wide else dtype)
+    assert within(y, x.detach(), blocks, layer.bias, x_rounding=0.5 / 127)
+    upstream = tensor(2, 3, N, dtype=dtype, seed=3).to(y.dtype)
+    y.backward(upstream)
+    assert x.grad.dtype == dtype
+    assert is_gradient(x.grad, upstream, w)
+    torch.testing.assert_close(layer.bias.grad, upstream.float().sum((0, 1)))
+    assert host.launched[-1][0] == "unpack_tiles"
+    x.grad = layer.bias.grad = None
+    layer(x.detach()).backward(upstream.to(dtype))
+    layer.bias.requires_grad_(False)
+    layer(x).backward(upstream.to(dtype))
+    assert is_gradient(x.grad, upstream, w)
+    assert layer.bias.grad is not None
 
 
 def test_a_slab_is_the_whole_of_most_layers() -> None:
@@ -1664,7 +1697,7 @@ def test_a_gradient_of_kernels_not_loaded_is_captured(cuda: Any) -> None:
     layer = QuantLinear.from_blocks(blocks_of("q5_0", 516, 1024)).to(cuda)
     x, upstream = tensor(40, 1024).to(cuda).requires_grad_(), tensor(40, 516).to(cuda)
     wanted = upstream @ layer.dequantize()
-    product_rows._prepared.clear()
+    torch_operator._unpacking.clear()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
