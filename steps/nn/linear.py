@@ -837,8 +837,8 @@ def _replace_experts(
 
 
 class _Buffers:
-    """The names of all buffers of `QuantLinear`s in a model, when they are asked for, and others.
-    There are more of them once the model is on a GPU."""
+    """The names of all buffers of `QuantLinear`s and `QuantExperts` in a model, when they are asked
+    for, and others. There are more of them once the model is on a GPU."""
 
     def __init__(self, model: Any, others: Iterable[str]) -> None:
         self.model, self.others = model, others
@@ -846,7 +846,7 @@ class _Buffers:
     def __iter__(self) -> Iterator[str]:
         yield from self.others
         for name, one in self.model.named_modules(remove_duplicate=False):
-            if isinstance(one, QuantLinear):
+            if isinstance(one, QuantLinear) or f"down_{BLOCKS}" in one._buffers:
                 yield from (f"{name}.{buffer}".lstrip(".") for buffer in one._buffers)
 
 

@@ -280,7 +280,8 @@ def experts(
     machine, stream : see `steps.gemm`.
     explain : return (C, choice), an `ExpertsChoice`.
 
-    Returns C: `out` where it was given, else a new array of the library of `a`.
+    Returns C: `out` where it was given, else a new array of the library of `a`. The same arguments
+    give the same bits; beside other tokens a row is summed in another order.
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """

@@ -233,6 +233,8 @@ def test_experts_of_a_model_are_replaced(kind: str) -> None:
     found = [name for name, one in model.named_modules() if isinstance(one, QuantExperts)]
     assert len(found) == 2
     assert set(found) <= {one.name for one in report.replaced}
+    left_alone = set(model._ddp_params_and_buffers_to_ignore)
+    assert {f"{name}.{part}_blocks" for name in found for part in experts.PARTS} <= left_alone
     with torch.no_grad():
         got = model(ids).logits
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
