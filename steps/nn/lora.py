@@ -257,7 +257,9 @@ class Term:
         """Whether a launch on this stream finds the copies made: it waits for them if it can."""
         if stream == self.stream:
             return True
-        if self.written.query():
+        with operator._loading_allowed():  # a capture forbids to ask
+            done = self.written.query()
+        if done:
             self.written = None
         elif operator.is_capturing():
             return False
