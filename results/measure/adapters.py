@@ -184,7 +184,8 @@ def main() -> None:
                         rows.append(row)
                     if args.out:
                         record = {
-                            "environment": asdict(finished(env)),
+                            "schema": 1,
+                            "env": asdict(finished(env)),
                             "rows": [asdict(one) for one in rows],
                         }
                         args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -268,7 +268,7 @@ def main() -> None:
                 not args.alone,
             )  # fmt: skip
             if args.out:
-                record = {"environment": asdict(env), "rows": rows}
+                record = {"schema": 1, "env": asdict(env), "rows": rows}
                 args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

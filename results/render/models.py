@@ -1,10 +1,10 @@
-"""Tables of whole models: one of transformers, the decoder's, how near a real one stays; gradients.
+"""Tables of whole models: one of transformers, the decoder's, how near a real one stays; of layers.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
 same with `GPUS=2`), smollm2.json (`make quality`), gguf.json
 (`python -m results.measure.models.transformers_gguf`), and transformers.json, measured once by code
-that is in git history (commit a939d511: results/measure/transformers_llama.py). So does
-gradients.json, of single layers (`results.measure.gradients`).
+that is in git history (commit a939d511: results/measure/transformers_llama.py). So do
+gradients.json and experts.json, of single layers (`results.measure.gradients` and `.experts`).
 """
 
 from __future__ import annotations
@@ -186,12 +186,44 @@ def of_gradients(path: Path) -> Table | None:
     )
 
 
+def of_experts(path: Path) -> Table | None:
+    """A layer of experts beside torch's grouped products: a row for each count of tokens."""
+    run, where = _read(path)
+    if run is None:
+        return None
+    counts: dict[int, dict[str, Any]] = {}
+    for row in run["rows"]:
+        if row["routing"] == "random":
+            counts.setdefault(row["tokens"], {})[row["layer"]] = row
+    layers = next(iter(counts.values()))
+
+    def told(name: str) -> Callable[[Any], str]:
+        return lambda rows: f"{number(rows[name]['pair_us'])} ({ratio(rows[name]['x_torch'])})"
+
+    sizes = "; ".join(
+        f"{name}: {one['experts']} of {one['hidden']} x {one['inner']}, {one['chosen']} a token, "
+        f"{one['format'].upper()}"
+        for name, one in layers.items()
+    )
+    return of_records(
+        (
+            Column("tokens", lambda rows: f"{next(iter(rows.values()))['tokens']}"),
+            *(Column(name, told(name)) for name in layers),
+        ),
+        list(counts.values()),
+        f"Both products of a layer of experts, {next(iter(layers.values()))['dtype']} in and out, "
+        "in us and beside `torch._grouped_mm` of bfloat16 on rows that are sorted already, "
+        f"{where}. {sizes}.",
+    )
+
+
 TABLES: Final = (
     ("A model of transformers", of_transformers, "transformers.json"),
     ("A decoder", of_decoder, "decoder.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
     ("Gradients of x", of_gradients, "gradients.json"),
+    ("Mixtures of experts", of_experts, "experts.json"),
 )
 """(its title, the table, the file beside run.json)."""
 

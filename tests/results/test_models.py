@@ -60,6 +60,27 @@ def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
     assert told(models.of_quality(path)) == text
 
 
+def test_experts_stand_beside_torch_by_tokens(tmp_path: Path) -> None:
+    rows = [
+        {
+            **{"layer": name, "experts": 9, "chosen": 2, "hidden": 64, "inner": 32},
+            **{"format": "q4_0", "dtype": "float16", "routing": routing, "tokens": t},
+            **{"pair_us": 1.5 * t * (i + 1), "x_torch": 4.0 / t},
+        }
+        for i, name in enumerate(("small", "large"))
+        for t in (1, 8)
+        for routing in ("random", "same")
+    ]
+    text = told(models.of_experts(write(tmp_path / "h9" / "experts.json", rows=rows)))
+    assert "small: 9 of 64 x 32, 2 a token, Q4_0; large: 9 of" in text[0]
+    assert text[2:] == [
+        "| tokens | small | large |",
+        "|--:|--:|--:|",
+        "| 1 | 1.50 (4.00x) | 3.00 (4.00x) |",
+        "| 8 | 12.0 (0.50x) | 24.0 (0.50x) |",
+    ]
+
+
 def test_gradients_stand_beside_torch_by_size(tmp_path: Path) -> None:
     rows = [
         {
