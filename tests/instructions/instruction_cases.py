@@ -69,6 +69,7 @@ from steps.instructions import (
     store_u32x4,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
+from steps.kernels.decode.low_rank import load_u64x2_relaxed, store_u64_relaxed
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,19 @@ def unsigned_bytes(x: np.ndarray) -> np.ndarray:
 
 
 # --- arithmetic
+
+
+@cuda.jit
+def relaxed_kernel(source, out):
+    """Both halves of 16 bytes change places."""
+    t = cuda.threadIdx.x
+    low, high = load_u64x2_relaxed(source, 4 * t)
+    store_u64_relaxed(out, 4 * t, high)
+    store_u64_relaxed(out, 4 * t + 2, low)
+
+
+def relaxed_expected(source):
+    return (np.ascontiguousarray(source.reshape(-1, 2, 2)[:, ::-1]).reshape(-1),)
 
 
 @cuda.jit
@@ -891,6 +905,13 @@ CASES = (
         ordered_kernel,
         lambda rng: (rng.integers(0, 99, 32).astype(np.int32),),
         lambda x: (x + 1,),
+    ),
+    Case(
+        "relaxed",
+        relaxed_kernel,
+        lambda rng: (words(rng, 128),),
+        relaxed_expected,
+        contains=("LDG.E.128.STRONG.GPU", "STG.E.64.STRONG.GPU"),
     ),
     Case(
         "transpose",
