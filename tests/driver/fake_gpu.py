@@ -36,6 +36,12 @@ def device_array(shape: tuple[int, ...], dtype: Any, address: int, strides: Any 
     return DeviceNDArray(shape, strides, np.dtype(dtype), gpu_data=memory)
 
 
+TYPESTR = {
+    **{"float32": "<f4", "float16": "<f2", "uint16": "<u2"},
+    **{"uint8": "|u1", "int32": "<i4", "int64": "<i8"},
+}
+
+
 class Tensor:
     """A float32 tensor as torch has it. `__cuda_array_interface__` knows no bfloat16, as that of
     NumPy's dtypes does not."""
@@ -70,7 +76,7 @@ class Tensor:
             raise AttributeError("this tensor is on the CPU")
         if self.requires_grad:
             raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
-        typestr = {"float32": "<f4", "float16": "<f2", "uint16": "<u2"}[self.dtype]
+        typestr = TYPESTR[self.dtype]
         strides = None if self.contiguous else (4, 4 * self.shape[0])
         return {
             "shape": self.shape,
@@ -88,7 +94,7 @@ NEW = itertools.count(1 << 47, 1 << 24)
 def torch_of(current_stream: int, grad_enabled: bool = True) -> Any:
     """As much of torch as is asked for here."""
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
-    names = ("float32", "float16", "bfloat16", "uint16")
+    names = (*TYPESTR, "bfloat16")
     return SimpleNamespace(
         Tensor=Tensor,
         _C=raw,

@@ -167,18 +167,8 @@ def test_many_rows_for_an_expert_are_for_another_kernel() -> None:
 
 @pytest.fixture
 def fresh(gpu: FakeGpu, torch: Any, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A GPU that tensors of integers may lie on, too."""
+    """The GPU that calls go to."""
     monkeypatch.setattr(api, "current_device", lambda: 0)
-    torch.int32, torch.int64 = "int32", "int64"
-    typestr = {"int32": "<i4", "int64": "<i8"}
-    original = Tensor.__cuda_array_interface__.fget
-
-    def interface(self: Tensor) -> dict[str, Any]:
-        kind = typestr.get(self.dtype)
-        facts = original(Tensor(self.shape, self.address) if kind else self)
-        return facts | ({"typestr": kind} if kind else {})
-
-    monkeypatch.setattr(Tensor, "__cuda_array_interface__", property(interface))
     return gpu
 
 

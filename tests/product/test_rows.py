@@ -30,16 +30,6 @@ def fresh(gpu: FakeGpu, torch: Any, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A GPU that launches are prepared for anew."""
     api._prepared.clear()
     monkeypatch.setattr(api, "current_device", lambda: 0)
-    torch.uint8, torch.int64 = "uint8", "int64"
-    typestr = {"uint8": "|u1", "int64": "<i8"}
-    original = Tensor.__cuda_array_interface__.fget
-
-    def interface(self: Tensor) -> dict[str, Any]:
-        kind = typestr.get(self.dtype)
-        facts = original(Tensor(self.shape, self.address) if kind else self)
-        return facts | ({"typestr": kind} if kind else {})
-
-    monkeypatch.setattr(Tensor, "__cuda_array_interface__", property(interface))
     yield gpu
     api._prepared.clear()
 

@@ -286,8 +286,8 @@ def kernel(
             if ends:
                 size = int32(2 * K - int32(k_tiles - 1) * ROW_BYTES)
             if of_w and lane == 0:
-                of_rows = int32(0 if resident else here * size)
-                mbarrier_arrive_expect(smem, bar, int32(weights + of_rows))
+                row_bytes = int32(0 if resident else here * size)
+                mbarrier_arrive_expect(smem, bar, int32(weights + row_bytes))
                 bulk_copy(smem, slot, w, at, weights, smem, bar)
             if of_a and not resident and lane < here:
                 to = int32(slot + weights + lane * pitch)

@@ -195,17 +195,17 @@ def kernel(
     def find(tables, tile_id, tiles_n, experts):
         """(expert, first of its rows, how many there are, first feature) of a tile."""
         first_tile_at = offsets_at + experts + 1
-        of_rows = int32(uint32(tile_id) // uint32(tiles_n))
-        low, high = int32(0), int32(experts)  # first_tile[low] <= of_rows < first_tile[high]
+        tile_m = int32(uint32(tile_id) // uint32(tiles_n))
+        low, high = int32(0), int32(experts)  # first_tile[low] <= tile_m < first_tile[high]
         while high - low > 1:
             middle = int32((low + high) >> 1)
-            if tables[first_tile_at + middle] <= of_rows:
+            if tables[first_tile_at + middle] <= tile_m:
                 low = middle
             else:
                 high = middle
-        first = tables[offsets_at + low] + (of_rows - tables[first_tile_at + low]) * bm
+        first = tables[offsets_at + low] + (tile_m - tables[first_tile_at + low]) * bm
         there = min(tables[offsets_at + low + 1] - first, bm)
-        n0 = (tile_id - of_rows * tiles_n) * features
+        n0 = (tile_id - tile_m * tiles_n) * features
         return (
             int32(shfl(low, 0)),
             int32(shfl(int32(first), 0)),
@@ -362,16 +362,26 @@ def kernel(
             release(memory, previous, lane == 0)
             n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
             x = cuda.local.array(n_acc, float32)
-            of_tokens = token_scales, rows, first, there, slots
-            sums(x, acc, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
+            tile_positions = token_scales, rows, first, there, slots
+            sums(x, acc, load_features(row_scales, bias, expert, n, groups, N, 0), tile_positions)
             if is_gated:
                 y = cuda.local.array(n_acc, float32)
-                sums(y, acc1, load_features(row_scales, bias, expert, n, groups, N, 1), of_tokens)
+                sums(
+                    y,
+                    acc1,
+                    load_features(row_scales, bias, expert, n, groups, N, 1),
+                    tile_positions,
+                )
                 gated(x, y)
             store(x, c, positions, there, n, N)
             if acc_halves == 2 and not is_gated:
                 z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
-                sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0), of_tokens)
+                sums(
+                    z,
+                    acc1,
+                    load_features(row_scales, bias, expert, n, groups, N, 0),
+                    tile_positions,
+                )
                 store(z, c, positions, there, n, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
@@ -421,8 +431,8 @@ def launches(
     """All launches: the pass that rounds float32 A, the routing, the product, and the sum over a
     token's experts, of products in the dtype of C."""
     activations = float16_rows(given.a, machine)
-    of_rows, of_offsets = routing.sizes(request.slots, request.experts)
-    rows, offsets = machine.empty(*of_rows), machine.empty(*of_offsets)
+    rows_type, offsets_type = routing.sizes(request.slots, request.experts)
+    rows, offsets = machine.empty(*rows_type), machine.empty(*offsets_type)
     c = given.out
     if request.router is not None:
         shape = request.tokens, request.chosen, request.n

@@ -41,9 +41,9 @@ class Scatter:
     load_features(row_scales, bias, expert, n, groups, N, half) -> u, as of `load_two_features`
         row scales and biases of the thread's two features, of the warpgroup's 64 from feature n
         of C on; where there is a gate, of the gates (half 0) or of the ups (1)
-    sums(x, acc, u, of_tokens)
-        x = the accumulators of `wgmma`, all there, times all scales, plus the bias; of_tokens =
-        (token_scales, rows, first, there, slots) of the tile
+    sums(x, acc, u, tile_positions)
+        x = the accumulators of `wgmma`, all there, times all scales, plus the bias;
+        tile_positions = (token_scales, rows, first, there, slots)
     gated(x, y)
         x = the gate of gates x and ups y
     load_positions(rows, first, there) -> positions
@@ -94,20 +94,23 @@ def scatter(
         return u, v, d, load_bias(bias, first + min(int32(own + 8), int32(end - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def token_scale(of_tokens, r):
-        token_scales, rows, first, there, slots = of_tokens
+    def token_scale(tile_positions, r):
+        token_scales, rows, first, there, slots = tile_positions
         position = load_u32(rows, int32(first + min(r, int32(there - 1))))
         return load_f32(token_scales, int32(position // uint32(slots)))
 
     @cuda.jit(device=True, forceinline=True)
-    def sums(x, acc, u, of_tokens):
+    def sums(x, acc, u, tile_positions):
         spread(x, acc)
         for r in range(0, n_acc, 4):
             x[r], x[r + 1] = x[r] * u[0], x[r + 1] * u[0]
             x[r + 2], x[r + 3] = x[r + 2] * u[1], x[r + 3] * u[1]
             if scaled:  # last: the sums times these alone may overflow
                 token = int32(2 * (cuda.threadIdx.x & 3) + 2 * r)
-                v, w = token_scale(of_tokens, token), token_scale(of_tokens, int32(token + 1))
+                v, w = (
+                    token_scale(tile_positions, token),
+                    token_scale(tile_positions, int32(token + 1)),
+                )
                 x[r], x[r + 1] = x[r] * v, x[r + 1] * w
                 x[r + 2], x[r + 3] = x[r + 2] * v, x[r + 3] * w
             x[r], x[r + 1] = add(x[r], u[2]), add(x[r + 1], u[2])
