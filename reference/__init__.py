@@ -21,56 +21,7 @@ from reference.check import Check, Reference, check
 from reference.golden import GOLDEN, Golden
 from reference.limits import Limits, bound, limits, nmse
 from reference.operands import Q81, Bfloats, Halves, Tokens
-from reference.problem import (
-    DISTRIBUTIONS,
-    INPUTS,
-    OF_BLOCKS,
-    PrequantizedProblem,
-    Problem,
-)
-from reference.product import (
-    both_tokens,
-    magnitude_a8,
-    magnitude_a16,
-    magnitude_half,
-    same_operands_a8,
-    same_operands_a16,
-    unquantized,
-)
+from reference.problem import DISTRIBUTIONS, INPUTS, OF_BLOCKS, PrequantizedProblem, Problem
+from reference.product import same_operands, unquantized
 from reference.sampling import sample
 from reference.shapes import BENCH_SHAPES, CHECK_SHAPES, DEEP_CHECK_SHAPE, GPU_CHECK_SHAPES
-
-__all__ = [
-    "BENCH_SHAPES",
-    "CHECK_SHAPES",
-    "DEEP_CHECK_SHAPE",
-    "DISTRIBUTIONS",
-    "GOLDEN",
-    "GPU_CHECK_SHAPES",
-    "INPUTS",
-    "OF_BLOCKS",
-    "Q81",
-    "Bfloats",
-    "Check",
-    "Golden",
-    "Halves",
-    "Limits",
-    "PrequantizedProblem",
-    "Problem",
-    "Reference",
-    "Tokens",
-    "bfloat16_bits",
-    "bfloat16_values",
-    "both_tokens",
-    "bound",
-    "check",
-    "limits",
-    "magnitude_a8",
-    "magnitude_a16",
-    "magnitude_half",
-    "nmse",
-    "same_operands_a8",
-    "same_operands_a16",
-    "sample",
-    "unquantized",
-]

@@ -34,7 +34,7 @@ from reference.golden import GOLDEN, Golden
 from reference.limits import BFLOAT16_NMSE, bound, known_family, limits, nmse
 from reference.operands import Q81, Bfloats, Halves, Tokens
 from reference.problem import Problem
-from reference.product import both, unquantized
+from reference.product import same_operands, unquantized
 from reference.recipes import complaint
 from reference.sampling import pieces, sample
 
@@ -106,7 +106,7 @@ class Reference:
     and all steps the unquantized one. `limit`: how many outputs to compare at most, see `sample`
     (the operands of those rows too); NaN and Inf are sought in all. `blocks`: the weights that were
     multiplied, if not those of the problem (a codec under test). `multiply`: makes what
-    `reference.product.both` does of operands, if that is not to.
+    `reference.product.same_operands` does of operands, if that is not to.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Reference:
         multiply: Callable[[Operands | Array], tuple[Array, Array]] | None = None,
     ) -> None:
         self.problem = problem
-        self._multiply = multiply or (lambda used: both(used, self.blocks))
+        self._multiply = multiply or (lambda used: same_operands(used, self.blocks))
         self.rows, self.columns = sample(problem.m, problem.n, limit)
         self._blocks = blocks
         self._expected: dict[bytes, Expected] = {}

@@ -83,9 +83,9 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
     """The largest |error| a right kernel can make in each output, float64 of magnitude's shape.
 
     family     "A16" or "A8"
-    magnitude  float64[M, N], sum |t_i| of the terms of each output: `magnitude_a16`, `magnitude_a8`
+    magnitude  float64[M, N], sum |t_i| of the terms of each output: that of `same_operands`
     operands   "f32"; "int8" for `Tokens`; "f16_weights" and "bf16_weights" where weights are
-               rounded first, with the magnitude of `magnitude_half`
+               rounded first, with the magnitude of `Halves` and `Bfloats`
 
     With n roundings of unit u on every term (`roundings`), the computed sum is
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of

@@ -1,25 +1,21 @@
 """Products in float64, and the magnitudes their rounding errors are measured against.
 
-Three answers to "what should C be", for three questions:
+Two answers to "what should C be", for two questions:
 
-    unquantized(a, w)               what the float model meant: its distance is the *format's* error
-    same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
-    same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
+    unquantized(a, w)              what the float model meant: its distance is the *format's* error
+    same_operands(used, blocks)    the very operands that a kernel multiplied: its distance is the
+                                   *kernel's* error, and must be tiny
 
-The activations are those of `reference.operands`. Of `Halves` and `Bfloats` A is `values()`;
-`both_tokens` is the product of `Tokens` with int8 weights.
+Every sum is a float64 matrix product. Each term of the second is exact in float64 (at most 24 + 24
+bits of significand for A16, 8 + 24 + 8 + 11 for A8), so its error is that of float64 sums:
+K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
 
-Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
-24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
-sums: K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
-
-Blocks are structured [N, K/32], of K-quants [N, K/256]. All raise TypeError for what are no blocks
+Blocks are structured [N, K/32], of K-quants [N, K/256]. Both raise TypeError for what are no blocks
 and ValueError for what are no matrices of one K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,23 +44,6 @@ def unquantized(a: Array, w: Array) -> Array:
     return c
 
 
-def same_operands_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
-    """A[M, K] of floats times the dequantized blocks, in float64[M, N]. `stored`: times the weights
-    as fragment-packed tiles hold them, which for file formats are those of `qformats.storage`. Not
-    rounded to float16."""
-    return _in_pieces(a.astype(np.float64), blocks, lambda part: _weights(part, stored))
-
-
-def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
-    """sum_k |a| * (|scale * code| + |offset|), float64[M, N]: what rounding errors are relative to.
-
-    Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
-    well as one that dequantizes each weight first (whose terms |a * w| are never larger). `stored`:
-    of the weights as fragment-packed tiles hold them, see `same_operands_a16`.
-    """
-    return _in_pieces(np.abs(a).astype(np.float64), blocks, lambda part: _sizes(part, stored))
-
-
 def least_half(blocks: Array) -> Array:
     """What a weight may be off by however small it is, float64[N], where it is rounded to float16.
 
@@ -84,46 +63,34 @@ def least_half(blocks: Array) -> Array:
     return np.asarray(least)
 
 
-def magnitude_half(a: Array, blocks: Array, bits: int = 11) -> Array:
-    """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
-    one rounding of 2^-11 that is what rounding the weights to float16 may cost. `bits` 8: with the
-    roundings to float16 and then to bfloat16, 2^-8 and a little."""
-    return _in_pieces(np.abs(a).astype(np.float64), blocks, lambda part: _half_sizes(part, bits))
-
-
-def same_operands_a8(q81: Q81, blocks: Array) -> Array:
-    """The product on the given Q8_1 bits, float64[M, N].
-
-    Per block  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel computes in
-    its own way; summed over the K/32 blocks. Of file formats scale, code and offset are those of
-    `qformats.storage`.
-    """
-    return both_a8(q81, blocks)[0]
-
-
-def magnitude_a8(q81: Q81, blocks: Array) -> Array:
-    """sum_b (|scale * da| * sum |code * q| + |offset * s|), float64[M, N].
-
-    By elements, not by blocks: it bounds the partial sums of a kernel that turns part of a block
-    (one packed word, say) into float32 as well as those of one that sums a whole block in int32.
-    Kernels may centre codes of 4 and 5 bits first, code - 8 or - 16; then it is the larger of both.
-    """
-    return both_a8(q81, blocks)[1]
-
-
-def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
-    """(same_operands_a8, magnitude_a8): the weights are made float64 once for both."""
-    return both(q81, blocks)
-
-
-def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
-    """(the product of these int8 with `byte_weights`, sum |terms|), float64[M, N]."""
-    return both(tokens, blocks)
-
-
-# --- any operands ---------------------------------------------------------------------------------
-
 Operands = Q81 | Halves | Bfloats | Tokens
+
+
+def same_operands(used: Operands | Array, blocks: Array) -> tuple[Array, Array]:
+    """(C, its magnitude), float64[M, N], of float32 A[M, K] or of activations as a kernel had them.
+
+    The weights are the dequantized ones; for `Halves` and `Bfloats` as fragment-packed tiles hold
+    them (`qformats.storage`), not rounded to 16 bits; for `Tokens` the int8 of `byte_weights`. Of
+    `Q81` a block is  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel
+    computes in its own way.
+
+    The magnitude is sum |terms|, with scale * code and offset apart: it covers a kernel that takes
+    the scale out of a block's sum as well as one that dequantizes each weight first, and partial
+    sums of any part of a block. Kernels may centre codes of 4 and 5 bits before they multiply Q8_1:
+    then it is the larger of both. Each weight that is rounded to float16 counts as 2^11
+    `least_half` at least (to bfloat16 then: 2^8), so that with one rounding of 2^-11 it is what
+    rounding the weights may cost.
+    """
+    x = factors(used)
+    _same_k(used if isinstance(used, np.ndarray) else used.arrays[0], blocks)
+    size_of_x = np.abs(x)
+    same = np.empty((x.shape[0], blocks.shape[0]))
+    size = np.empty_like(same)
+    for part in pieces(blocks.shape[0], x.shape[1]):  # weights are made float64 once for both
+        of = terms(type(used), blocks[part])
+        same[:, part] = x @ of.same.T
+        size[:, part] = np.max([size_of_x @ one.T for one in of.sizes], axis=0)
+    return same, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +116,27 @@ def factors(used: Operands | Array) -> Array:
 
 def terms(kind: type, blocks: Array) -> Terms:
     """Those of blocks [N, K/32], for activations of a kind: an array's (float32 A), `Halves`,
-    `Bfloats`, `Q81` or `Tokens`. See `magnitude_a16`, `magnitude_half` and `magnitude_a8`."""
+    `Bfloats`, `Q81` or `Tokens`."""
     if issubclass(kind, np.ndarray):
-        return Terms(_weights(blocks, False), (_sizes(blocks, False),))
+        weights, offset = _operands(blocks)
+        dequantized = format_of(blocks).dequantize(blocks).astype(np.float64)
+        return Terms(dequantized, (_sizes(weights, offset),))
     if issubclass(kind, Tokens):
         codes, factor = byte_weights(blocks)
         weights = codes * factor.astype(np.float64)[:, None]
         return Terms(weights, (np.abs(weights),))
     if issubclass(kind, Halves | Bfloats):
-        bits = 11 if issubclass(kind, Halves) else 8
-        return Terms(_weights(blocks, True), (_half_sizes(blocks, bits),))
+        return _terms_half(blocks, 11 if issubclass(kind, Halves) else 8)
     return _terms_a8(blocks)
+
+
+def _terms_half(blocks: Array, bits: int) -> Terms:
+    weights, offset = _stored_operands(blocks)
+    if format_of(blocks).name in FILE_FORMATS:
+        same = weights + _spread(offset, weights.shape[1])
+    else:
+        same = format_of(blocks).dequantize(blocks).astype(np.float64)
+    return Terms(same, (_sizes(weights, offset) + 2.0**bits * least_half(blocks)[:, None],))
 
 
 def _terms_a8(blocks: Array) -> Terms:
@@ -179,53 +156,12 @@ def _terms_a8(blocks: Array) -> Terms:
     return Terms(same, tuple(sizes))
 
 
-def both(used: Operands | Array, blocks: Array) -> tuple[Array, Array]:
-    """(the product of these operands, its magnitude), float64[M, N]: weights are made float64 once
-    for both."""
-    x = factors(used)
-    _same_k(used if isinstance(used, np.ndarray) else used.arrays[0], blocks)
-    size_of_x = np.abs(x)
-    same = np.empty((x.shape[0], blocks.shape[0]))
-    size = np.empty_like(same)
-    for part in pieces(blocks.shape[0], x.shape[1]):
-        of = terms(type(used), blocks[part])
-        same[:, part] = x @ of.same.T
-        size[:, part] = np.max([size_of_x @ one.T for one in of.sizes], axis=0)
-    return same, size
-
-
 # --- weights in float64 ---------------------------------------------------------------------------
 
 
-def _in_pieces(x: Array, blocks: Array, made: Callable[[Array], Array]) -> Array:
-    """x[M, K] times what is made of the blocks, [N, K], a part of N at a time."""
-    _same_k(x, blocks)
-    c = np.empty((x.shape[0], blocks.shape[0]))
-    for part in pieces(blocks.shape[0], x.shape[1]):
-        c[:, part] = x @ made(blocks[part]).T
-    return c
-
-
-def _weights(blocks: Array, stored: bool) -> Array:
-    """The dequantized weights [N, K]; stored: as fragment-packed tiles hold them."""
-    fmt = format_of(blocks)
-    if stored and fmt.name in FILE_FORMATS:
-        weights, offset = _stored_operands(blocks)
-        return weights + _spread(offset, weights.shape[1])
-    return fmt.dequantize(blocks).astype(np.float64)
-
-
-def _sizes(blocks: Array, stored: bool) -> Array:
+def _sizes(weights: Array, offset: Array) -> Array:
     """|scale * code| + |offset| of each weight, [N, K]."""
-    weights, offset = (_stored_operands if stored else _operands)(blocks)
-    size = np.abs(weights, out=weights).reshape(*offset.shape, -1)
-    size += np.abs(offset)[..., None]
-    return weights
-
-
-def _half_sizes(blocks: Array, bits: int) -> Array:
-    """The same with what rounding to float16 costs, see `magnitude_half`."""
-    return _sizes(blocks, True) + 2.0**bits * least_half(blocks)[:, None]
+    return np.abs(weights) + _spread(np.abs(offset), weights.shape[1])
 
 
 def _operands(blocks: Array) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from numba import cuda, float64
 
 from qformats import format_of
 from reference.operands import Q81, Bfloats, Halves, Tokens
-from reference.product import both, factors, terms
+from reference.product import factors, same_operands, terms
 from steps.contract import Launch, Machine, ceil_div
 
 Operands = Q81 | Halves | Bfloats | Tokens
@@ -60,8 +60,8 @@ class Products:
 
     def answers(self, used: Operands | None, a: np.ndarray) -> Answers:
         """used: what a kernel multiplied, None where that was float32 A itself; a: A [M, K]"""
-        wanted, most = both(a, self.blocks)
-        same, size = (wanted, most) if used is None else both(used, self.blocks)
+        wanted, most = same_operands(a, self.blocks)
+        same, size = (wanted, most) if used is None else same_operands(used, self.blocks)
         energy = a.astype(np.float64) ** 2 @ (self.weights**2).T
         return Answers(same, size, wanted, most, energy)
 

@@ -16,13 +16,10 @@ from reference import (
     Halves,
     Problem,
     Tokens,
-    both_tokens,
     bound,
     check,
-    same_operands_a8,
-    same_operands_a16,
+    same_operands,
 )
-from reference.product import both
 from steps import ladder
 from steps.checks import fuzz
 from steps.checks.float64 import Products
@@ -232,7 +229,7 @@ def test_one_output_a_little_beyond_its_bound_is_found(
     def multiply(prepared: Any, machine: Any) -> np.ndarray:
         c = np.array(fuzz_multiply(prepared, machine))
         used, given = operands(prepared, machine), case.problem().a
-        same, size = both(given if used is None else used, weights.blocks)
+        same, size = same_operands(given if used is None else used, weights.blocks)
         kind = {Halves: "f16_weights", Bfloats: "bf16_weights"}.get(type(used), "f32")
         c[0, 3] = same[0, 3] + 1.01 * bound(family, case.k, size, kind)[0, 3]
         return c
@@ -346,7 +343,7 @@ def test_operands_that_are_far_off_are_found() -> None:
     case = FuzzCase(3, "A8", "q4_0", 2, 5, 32, rows="small,plain")
     problem = case.problem()
     a = problem.a[:1]
-    wanted = same_operands_a16(a, problem.blocks)
+    wanted = same_operands(a, problem.blocks)[0]
     step = find(5)
     assert not _far_off(case, step, problem.blocks, a, wanted * 1.001)
     (found,) = _far_off(case, step, problem.blocks, a, wanted * 0)
@@ -367,8 +364,8 @@ def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
     problem = Problem(1, 64, 16384, "q4_0", "normal", 3)
     given = problem.a.copy()
     given[0, 5] = 150  # rounding the others comes to 5 % of the energy of all
-    wanted = same_operands_a16(given, problem.blocks)
-    c = both_tokens(Tokens.of_values(given), problem.blocks)[0]
+    wanted = same_operands(given, problem.blocks)[0]
+    c = same_operands(Tokens.of_values(given), problem.blocks)[0]
     case = FuzzCase(15, "A8", "q4_0", 1, 64, 16384)
     assert not _far_off(case, kernel_of(15), problem.blocks, given, c)
     far = c + 0.3 * float(np.mean(wanted**2)) ** 0.5
@@ -381,8 +378,8 @@ def test_outputs_of_weights_that_are_alike_are_one() -> None:
     case = FuzzCase.parse(f"{line} seed=474691 w=603202")
     problem = case.problem()
     given, blocks = problem.a, problem.blocks
-    wanted = same_operands_a16(given, blocks)
-    c = both_tokens(Tokens.of_values(given), blocks)[0]
+    wanted = same_operands(given, blocks)[0]
+    c = same_operands(Tokens.of_values(given), blocks)[0]
     for m in range(case.m):
         one = np.s_[m : m + 1]
         assert not _far_off(case, kernel_of(15), blocks, given[one], c[one])
@@ -396,8 +393,8 @@ def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:
     case = FuzzCase(2, "A8", "q4_1", 1, 64, 6176, rows="ones")
     blocks = Problem(1, 64, 6176, "q4_1", "normal", 5).blocks
     given = np.full((1, 6176), -0.37, np.float32)
-    step, wanted = find(2), same_operands_a16(given, blocks)
-    c = same_operands_a8(Q81.of_blocks(FORMATS["q8_1"].quantize(given)), blocks)
+    step, wanted = find(2), same_operands(given, blocks)[0]
+    c = same_operands(Q81.of_blocks(FORMATS["q8_1"].quantize(given)), blocks)[0]
     assert not _far_off(case, step, blocks, given, c)
     plain = FuzzCase(2, "A8", "q4_1", 1, 64, 6176)
     assert _far_off(plain, step, blocks, given, c), "and such rows alone"

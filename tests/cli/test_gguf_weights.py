@@ -15,7 +15,7 @@ import pytest
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from qformats.gguf_file import tensors
-from reference import PrequantizedProblem, Problem, check, limits, same_operands_a16
+from reference import PrequantizedProblem, Problem, check, limits, same_operands
 from results.measure.products import Data, PartOf
 from steps import find, gemm, ladder, plan
 from steps.checks.run import Outcome, Outcomes
@@ -97,7 +97,7 @@ def test_blocks_that_are_no_problem(m: int, w: Any, distribution: str, said: str
 
 def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> None:
     one = PrequantizedProblem(40, blocks(model))
-    right = same_operands_a16(one.a, one.blocks).astype(np.float32)
+    right = same_operands(one.a, one.blocks)[0].astype(np.float32)
     verdict = check(right, one, "A16")
     assert verdict.ok
     assert verdict.nmse_float is None
@@ -109,7 +109,7 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
     other = PrequantizedProblem(40, blocks(model)[::-1])
     assert not check(right, other, "A16").ok, "another matrix of the same shape"
     part = PartOf(3, N, K, "q4_0", data=Data(40, N, K, given=one))
-    verdict = check(same_operands_a16(part.a, part.blocks).astype(np.float32), part, "A16")
+    verdict = check(same_operands(part.a, part.blocks)[0].astype(np.float32), part, "A16")
     assert (verdict.ok, verdict.nmse_float) == (True, None)
 
 

@@ -15,7 +15,8 @@ from qformats.repack import tiles
 from reference import Problem as Product
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound as product_bound
-from reference.product import magnitude_half, same_operands_a16
+from reference.operands import Halves
+from reference.product import same_operands
 from steps.contract import Launch, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.between import (
@@ -173,12 +174,13 @@ class Matrix:
         made = Product(self.m, self.n, self.k, self.format, self.distribution, input="float16")
         bias = np.random.default_rng(self.n).integers(-4, 5, self.n)
         added = (of_dtype(bias, self.bias),) if self.bias else ()
-        a, blocks = made.a.astype(np.float64), made.blocks
+        blocks, used = made.blocks, Halves.of_values(made.a)
+        y, magnitude = same_operands(used, blocks)
         set_once = partial(object.__setattr__, self)
         set_once("a", of_dtype(made.a, "float16"))
         set_once("weights", (*map(np.array, tiles(blocks)), *added))
-        set_once("y", same_operands_a16(a, blocks, stored=True))
-        set_once("off", product_bound("A16", self.k, magnitude_half(a, blocks), "f16_weights"))
+        set_once("y", y)
+        set_once("off", product_bound("A16", self.k, magnitude, "f16_weights"))
         set_once("added", bias.astype(np.float64) if self.bias else np.zeros(self.n))
 
 

@@ -23,7 +23,7 @@ from qformats.repack import (
 )
 from qformats.storage import storage_format, stored_weights
 from reference import Problem, check
-from reference.product import least_half, same_operands_a16
+from reference.product import least_half, same_operands
 from steps import gemm
 from steps.blocks.elements import device_elements
 from steps.checks.cases import SUPER_CHECK_SHAPES, cases
@@ -220,7 +220,7 @@ def test_the_sharp_limit_is_against_what_records_hold() -> None:
     given = prepare(step, "A8", "q4_k", problem.a, problem.blocks, machine)
     c, bits = multiply(given, machine), operands(given, machine)
     assert check(c, problem, "A8", bits).ok
-    exact = same_operands_a16(bits.values(), problem.blocks).astype(np.float32)
+    exact = same_operands(bits.values(), problem.blocks)[0].astype(np.float32)
     assert "nmse" in check(exact, problem, "A8", bits).failures
     off = np.sum((c - exact.astype(np.float64)) ** 2) / np.sum(exact.astype(np.float64) ** 2)
     assert 1e-8 < off < 16 * 2.0**-22, "what rounding the scales costs, and no more than is said"

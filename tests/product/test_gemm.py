@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from reference import Problem, nmse, same_operands_a16
+from reference import Problem, nmse, same_operands
 from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from steps.contract import Kernel, why_no_gpu
 from steps.driver.machines import Simulator
@@ -81,7 +81,7 @@ def test_products_in_every_format(name: str, step: int | None) -> None:
     c = api.gemm(problem.a, problem.blocks, step=step, machine=MACHINE)
     assert c.dtype == np.float32
     assert c.shape == (3, 5)
-    assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < A8_WITHIN_A16
+    assert nmse(c, same_operands(problem.a, problem.blocks)[0]) < A8_WITHIN_A16
 
 
 @settings(max_examples=15, deadline=None)
@@ -98,7 +98,7 @@ def test_any_small_shape(m, n, blocks_k, name, family, packed) -> None:
     step = 3 if family else None
     held = api.pack(w, step=step, family=family, machine=MACHINE) if packed else w
     c = api.gemm(a, held, step=step, family=family, machine=MACHINE)
-    want = same_operands_a16(a, w)
+    want = same_operands(a, w)[0]
     size = np.abs(a) @ np.abs(FORMATS[name].dequantize(w)).T
     assert (np.abs(c - want) <= 0.02 * size).all(), "Q8_1 rounds an activation to half of 1/127"
 
@@ -149,7 +149,7 @@ def test_a_may_be_of_16_bits_where_a_step_reads_it(step: Kernel) -> None:
         c, choice = api.gemm(a, w, step=step.number, machine=machine, explain=True)
         assert choice.family == family
         assert machine.ran == (1 if family == "A16" else 2), "no pass but that of a quantizer"
-        same = same_operands_a16(numbers, w)
+        same = same_operands(numbers, w)[0]
         limit = {"float16": 1e-6, "bfloat16": 1e-5}[input]  # weights are rounded as A is
         assert nmse(c, same) < (limit if family == "A16" else 1e-3)
         if input in step.outputs:
@@ -416,7 +416,7 @@ def test_on_a_gpu(name: str) -> None:
     from numba import cuda
 
     problem = Problem(33, 66, 96, name)
-    want = same_operands_a16(problem.a, problem.blocks)
+    want = same_operands(problem.a, problem.blocks)[0]
     c = steps.gemm(problem.a, problem.blocks)
     assert nmse(c, want) < A8_WITHIN_A16
     handle = api.pack(problem.blocks)

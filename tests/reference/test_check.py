@@ -24,19 +24,16 @@ from reference import (
     Reference,
     Tokens,
     bfloat16_bits,
-    both_tokens,
     bound,
     check,
     limits,
-    magnitude_a16,
     nmse,
-    same_operands_a16,
+    same_operands,
 )
 from reference.bfloat16 import rounded_to_bfloat16
 from reference.exact import pack_block
 from reference.limits import CLASSICAL, WEIGHT_NMSE
 from reference.operands import Operands
-from reference.product import both
 from reference.recipes import complaint
 
 checking = importlib.import_module("reference.check")  # reference.check is its function
@@ -264,7 +261,7 @@ def test_a_wrong_weight_recipe_is_seen_whatever_the_kernel_does(name: str, recip
     """The kernel agrees with its blocks perfectly, and is within 1 % of the float product."""
     problem = Problem(64, 512, 1024, name, "uniform")
     blocks = recipe(problem.w)
-    c = same_operands_a16(problem.a, blocks).astype(np.float32)
+    c = same_operands(problem.a, blocks)[0].astype(np.float32)
     verdict = check(c, problem, "A16", reference=Reference(problem, blocks=blocks))
     assert set(verdict.failures) == {"float", "weights"}
     assert verdict.nmse_same_operands < 1e-13
@@ -292,7 +289,7 @@ def test_less_error_than_the_recipe_has_is_as_wrong_as_more() -> None:
     """Blocks of another codec, such as of one that searches for its scales."""
     problem = Problem(64, 1024, 1024, "q4_0", "normal")
     blocks = nearest_scale(problem.w)
-    c = same_operands_a16(problem.a, blocks).astype(np.float32)
+    c = same_operands(problem.a, blocks)[0].astype(np.float32)
     verdict = check(c, problem, "A16", reference=Reference(problem, blocks=blocks))
     assert set(verdict.failures) == {"float", "weights"}
     assert verdict.nmse_float < limits(problem, "A16").nmse_float[0]
@@ -362,8 +359,8 @@ def test_the_bound_holds_in_any_order_and_is_not_absurd(order: str) -> None:
         c = terms[..., 0]
     else:
         c = np.cumsum(terms, axis=-1, dtype=np.float32)[..., -1]
-    permitted = bound("A16", 512, magnitude_a16(problem.a, problem.blocks))
-    error = np.abs(c - same_operands_a16(problem.a, problem.blocks))
+    permitted = bound("A16", 512, same_operands(problem.a, problem.blocks)[1])
+    error = np.abs(c - same_operands(problem.a, problem.blocks)[0])
     assert (error <= permitted).all()
     assert (error > permitted * 1e-6).any()
 
@@ -447,7 +444,7 @@ def test_few_outputs_that_cancel_may_lose_what_others_do() -> None:
     used = Halves.of_values(problem.a)
     a, w = used.values().astype(np.float64), dequantize(problem.blocks).astype(np.float64)
     c = (a @ w.astype(np.float16).astype(np.float64).T).astype(np.float32)
-    same, size = both(used, problem.blocks)
+    same, size = same_operands(used, problem.blocks)
     allowed = limits(problem, "A16", "f16_weights", (1, 1)).nmse_same_operands
     wrong = 0
     for m, n in np.ndindex(96, 96):
@@ -464,7 +461,7 @@ def test_int8_weights_of_more_than_127_quanta_are_not_exact() -> None:
     """IQ4_XS has 254: the scale of such a row is no power of two, and three roundings are left."""
     problem = Problem(2, 600, 256, "iq4_xs", "integer", 74524)
     tokens = Tokens.of_values(problem.a)
-    right = both_tokens(tokens, problem.blocks)[0]
+    right = same_operands(tokens, problem.blocks)[0]
     c = right.astype(np.float32)
     assert (c != right).any()
     assert check(c, problem, "A8", tokens).ok
@@ -609,7 +606,7 @@ def test_operands_that_are_not_the_recipe_are_found(
 
 def test_answers_to_one_problem_share_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    for name in ("both", "unquantized"):
+    for name in ("same_operands", "unquantized"):
         real = getattr(checking, name)
         monkeypatch.setattr(
             checking, name, lambda *args, n=name, f=real: (made.append(n), f(*args))[1]
@@ -623,7 +620,7 @@ def test_answers_to_one_problem_share_its_products(monkeypatch: pytest.MonkeyPat
         assert check(c, problem, family, q81, reference=reference) == check(
             c, problem, family, q81, reference=Reference(problem)
         )
-    assert made.count("both") == 3 + 6
+    assert made.count("same_operands") == 3 + 6
     assert made.count("unquantized") == 1 + 6
 
 
@@ -646,8 +643,8 @@ def test_int8_of_drawn_blocks_is_within_its_limits(name: str, distribution: str)
     """Of K-quants, whose rows have larger outliers than those that the table was made of."""
     problem = Problem(32, 64, 16384, name, distribution, 1)
     tokens = Tokens.of_values(problem.a)
-    same = both_tokens(tokens, problem.blocks)[0]
-    meant = same_operands_a16(problem.a.astype(np.float64), problem.blocks)
+    same = same_operands(tokens, problem.blocks)[0]
+    meant = same_operands(problem.a.astype(np.float64), problem.blocks)[0]
     allowed = limits(problem, "A8", "int8").nmse_float
     assert allowed is not None
     assert allowed[0] < nmse(same, meant) < allowed[1]

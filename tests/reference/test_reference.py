@@ -22,10 +22,7 @@ from reference import (
     Tokens,
     bfloat16_bits,
     bfloat16_values,
-    magnitude_a8,
-    magnitude_a16,
-    same_operands_a8,
-    same_operands_a16,
+    same_operands,
     sample,
     unquantized,
 )
@@ -143,12 +140,12 @@ def test_integer_problems_are_exact_for_every_step(name: str, k: int) -> None:
         np.testing.assert_array_equal(q81.values(), p.a)
         np.testing.assert_array_equal(q81.s, p.a.reshape(3, -1, BLOCK).sum(axis=-1))
     product = unquantized(p.a, p.w)
-    np.testing.assert_array_equal(same_operands_a16(p.a, p.blocks), product)
-    np.testing.assert_array_equal(same_operands_a8(by_recipe[0], p.blocks), product)
+    np.testing.assert_array_equal(same_operands(p.a, p.blocks)[0], product)
+    np.testing.assert_array_equal(same_operands(by_recipe[0], p.blocks)[0], product)
     np.testing.assert_array_equal(product, product.astype(np.float32))
     # No order of summation can round: all partial sums are integers, in units, below 2^24.
     unit = 2.0**-7
-    for size in (magnitude_a16(p.a, p.blocks), magnitude_a8(by_recipe[0], p.blocks)):
+    for size in (same_operands(p.a, p.blocks)[1], same_operands(by_recipe[0], p.blocks)[1]):
         assert size.max() / unit < EXACT_QUANTA
     np.testing.assert_array_equal(product, np.round(product / unit) * unit)
     assert np.count_nonzero(product) > product.size // 2
@@ -201,8 +198,8 @@ def test_an_extreme_problem_has_nothing_but_the_largest_numbers(name: str) -> No
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_golden_values(name: str) -> None:
     golden = GOLDEN[name]
-    assert same_operands_a8(golden.q81, golden.blocks).tolist() == [[golden.value]]
-    assert same_operands_a16(golden.a, golden.blocks).tolist() == [[golden.value]]
+    assert same_operands(golden.q81, golden.blocks)[0].tolist() == [[golden.value]]
+    assert same_operands(golden.a, golden.blocks)[0].tolist() == [[golden.value]]
     p = Problem(1, 1, 32, name, "golden")
     np.testing.assert_array_equal(p.a, golden.a)
     assert p.blocks.tobytes() == golden.blocks.tobytes()
@@ -232,10 +229,10 @@ def test_products_agree_with_their_definition(name: str) -> None:
             a8 += scale[n][b] * d * sum(products) + offset[n][b] * s
             a8_size += abs(scale[n][b] * d) * sum(map(abs, products)) + abs(offset[n][b] * s)
         terms = [x * y for x, y in zip(p.a[m].tolist(), w[n], strict=True)]
-        assert same_operands_a8(q81, p.blocks)[m, n] == pytest.approx(a8, rel=1e-12)
-        assert magnitude_a8(q81, p.blocks)[m, n] == pytest.approx(a8_size, rel=1e-12)
-        assert same_operands_a16(p.a, p.blocks)[m, n] == pytest.approx(sum(terms), rel=1e-12)
-        assert magnitude_a16(p.a, p.blocks)[m, n] >= sum(map(abs, terms)) * (1 - 1e-6)
+        assert same_operands(q81, p.blocks)[0][m, n] == pytest.approx(a8, rel=1e-12)
+        assert same_operands(q81, p.blocks)[1][m, n] == pytest.approx(a8_size, rel=1e-12)
+        assert same_operands(p.a, p.blocks)[0][m, n] == pytest.approx(sum(terms), rel=1e-12)
+        assert same_operands(p.a, p.blocks)[1][m, n] >= sum(map(abs, terms)) * (1 - 1e-6)
 
 
 def test_kernels_may_centre_codes() -> None:
@@ -243,7 +240,7 @@ def test_kernels_may_centre_codes() -> None:
     blocks = FORMATS["q5_0"].quantize(np.full((1, BLOCK), -0.125, np.float32))
     assert not FORMATS["q5_0"].codes(blocks).any()
     q81 = Q81.of_values(Problem(1, 1, BLOCK, "q5_0", "normal").a)
-    assert magnitude_a8(q81, blocks) == 0.125 * np.abs(q81.values()).sum()
+    assert same_operands(q81, blocks)[1] == 0.125 * np.abs(q81.values()).sum()
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].codebook])
@@ -252,7 +249,7 @@ def test_products_of_formats_with_a_table_are_of_its_levels(name: str) -> None:
     q81, w = Q81.of_values(problem.a), dequantize(problem.blocks).astype(np.float64)
     a = q81.values().astype(np.float64)
     lost = {"iq4_xs": 2.0**-11}.get(name, 1e-12)  # its scales are stored rounded to 11 bits
-    off = np.abs(same_operands_a8(q81, problem.blocks) - a @ w.T)
+    off = np.abs(same_operands(q81, problem.blocks)[0] - a @ w.T)
     assert (off <= lost * (np.abs(a) @ np.abs(w).T)).all()
 
 
@@ -261,11 +258,11 @@ def test_products_refuse_operands_of_different_k() -> None:
     both = r"\[M, K\] and the blocks \[N, K/32\] with the same K, got \[1, 64\] and \[4, 3\]"
     a = np.zeros((1, 64), np.float32)
     with pytest.raises(ValueError, match=both):
-        same_operands_a16(a, blocks)
+        same_operands(a, blocks)[0]
     with pytest.raises(ValueError, match=both):
-        same_operands_a8(Q81.of_values(a), blocks)
+        same_operands(Q81.of_values(a), blocks)[0]
     with pytest.raises(ValueError, match=r"got \[64\] and \[4, 3\]"):
-        same_operands_a16(a[0], blocks)
+        same_operands(a[0], blocks)[0]
     for w in (np.zeros((4, 96), np.float32), np.zeros(64, np.float32)):
         with pytest.raises(ValueError, match=r"w \[N, K\] with the same K, got \[1, 64\] and"):
             unquantized(a, w)

@@ -22,13 +22,8 @@ from reference import (
     Halves,
     Problem,
     Tokens,
-    both_tokens,
     bound,
-    magnitude_a8,
-    magnitude_a16,
-    magnitude_half,
-    same_operands_a8,
-    same_operands_a16,
+    same_operands,
 )
 from reference.exact import pack_block
 from steps.contract import Family, Kernel, Machine, Shape
@@ -117,16 +112,8 @@ def multiplied(
 
 def require_right(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarray, given: Any):
     """Every output within the rounding bound of the product of the same operands."""
-    operands = "f32"
-    if given is None:
-        wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
-    elif isinstance(given, Halves):
-        a, operands = given.values(), "f16_weights"
-        wanted, size = same_operands_a16(a, blocks), magnitude_half(a, blocks)
-    elif isinstance(given, Tokens):
-        (wanted, size), operands = both_tokens(given, blocks), "int8"
-    else:
-        wanted, size = same_operands_a8(given, blocks), magnitude_a8(given, blocks)
+    operands = {Halves: "f16_weights", Tokens: "int8"}.get(type(given), "f32")
+    wanted, size = same_operands(a if given is None else given, blocks)
     _require_within(c, wanted, bound(family, a.shape[1], size, operands))
 
 
@@ -145,12 +132,12 @@ def require_near(
     of the token's largest.
     A step that is not exact has one d for all of a token, and weights in int8.
     """
-    wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
+    wanted, size = same_operands(a, blocks)
     allowed = bound(family, a.shape[1], size)
     if family == "A16":
         most = np.broadcast_to(np.abs(a).max(axis=1, keepdims=True), a.shape)
-        least = 2.0**-39 * magnitude_a16(most, blocks)
-        size = magnitude_half(a, blocks)
+        least = 2.0**-39 * same_operands(most, blocks)[1]
+        _, size = same_operands(Halves.of_values(a), blocks)
         allowed = (1 + 2.0**-11) * bound(family, a.shape[1], size, "f16_weights")
         allowed += 2.0**-11 * size + least
     if accuracy == "fast":
@@ -167,7 +154,7 @@ def require_near(
         largest = np.repeat(amax, BLOCK, axis=1).astype(np.float32)
         allowed = 2 * allowed + 1.01 * lost
         if in_half:
-            allowed += 2.0**-10 * magnitude_a16(largest, blocks)
+            allowed += 2.0**-10 * same_operands(largest, blocks)[1]
             allowed[((amax > 0) & (amax / 127 < 2.0**-14)).any(axis=1)] = np.inf
     _require_within(c, wanted, allowed)
 

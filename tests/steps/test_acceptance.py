@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qformats import WEIGHT_FORMATS
-from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, unquantized
+from reference import Q81, Problem, nmse, same_operands, unquantized
 from steps.checks.verify import multiply, prepare
 from steps.contract import Family, Kernel, Step
 from tests.kernels.passes import RemembersPasses
@@ -32,8 +32,8 @@ LESSONS = [work for work in WORKS if isinstance(work.values[0], Step)]
 def test_the_formats_themselves(name: str, distribution: str) -> None:
     problem = Problem(*SHAPE, name, distribution)
     exact = unquantized(problem.a, problem.w)
-    a16 = same_operands_a16(problem.a, problem.blocks)
-    a8 = same_operands_a8(Q81.of_values(problem.a), problem.blocks)
+    a16 = same_operands(problem.a, problem.blocks)[0]
+    a8 = same_operands(Q81.of_values(problem.a), problem.blocks)[0]
     assert nmse(a16, exact) < CLASSICAL_LIMIT
     assert nmse(a8, exact) < CLASSICAL_LIMIT
     assert nmse(a8, a16) < A8_WITHIN_A16
@@ -55,4 +55,4 @@ def test_every_lesson(step: Kernel, family: Family, name: str) -> None:
     c = multiply(prepare(step, family, name, a, blocks, machine), machine)
     assert nmse(c, unquantized(problem.a, problem.w[FEATURES])) < CLASSICAL_LIMIT
     if family == "A8":
-        assert nmse(c, same_operands_a16(problem.a, blocks)) < A8_WITHIN_A16
+        assert nmse(c, same_operands(problem.a, blocks)[0]) < A8_WITHIN_A16

@@ -16,7 +16,7 @@ from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
-from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
+from reference import GOLDEN, Problem, Tokens, check, nmse, same_operands
 from reference.recipes import complaint
 from steps.compile.compiler import machine_code, signature_of
 from steps.driver.machines import Gpu, Simulator
@@ -334,7 +334,7 @@ def test_the_error_beside_that_of_the_exact_weights(name: str, distribution: str
     blocks = quantize(w, name)
     tokens = Tokens.of_values(a)
     meant = a.astype(np.float64) @ w.astype(np.float64).T
-    same = nmse(both_tokens(tokens, blocks)[0], meant)
+    same = nmse(same_operands(tokens, blocks)[0], meant)
     exact = nmse(tokens.values() @ exact_weights(blocks).T, meant)
     added, times = COSTS[distribution]
     assert exact < same < 1.01 * exact + 1.1 * added
