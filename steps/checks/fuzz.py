@@ -15,12 +15,9 @@ Cases may share `Weights`: packed once, and float64 once. `steps.checks.fuzz_wor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -97,68 +94,38 @@ class Weights:
         return tuple(np.array(self._machine.host(one)) for one in self.arrays)
 
 
-class Spent(Counter[str]):
-    """Seconds, by what they were spent on."""
-
-    @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self[what] += perf_counter() - start  # type: ignore[assignment]
-
-
-def complaints(
-    case: FuzzCase,
-    machine: Machine,
-    weights: Weights | None = None,
-    spent: Spent | None = None,
-) -> list[str]:
+def complaints(case: FuzzCase, machine: Machine, weights: Weights | None = None) -> list[str]:
     """One sentence for each thing that is wrong with a case. weights: where cases share them."""
-    spent = Spent() if spent is None else spent
-    with spent.on("drawing"):
-        weights = weights or Weights(case, machine)
-        step, problem = case.kernel, case.problem(weights.blocks)
-        a, blocks = problem.given, problem.blocks
-        numbers = refused(case, step, problem)
-    if numbers:
+    weights = weights or Weights(case, machine)
+    step, problem = case.kernel, case.problem(weights.blocks)
+    a, blocks = problem.given, problem.blocks
+    if numbers := refused(case, step, problem):
         return _refusals(case, a, blocks, machine, numbers)
-    with spent.on("packing"):
-        kept = weights.kept
-    with spent.on("multiplying"):
-        prepared = prepare(
-            *(step, case.family, case.format, a, blocks, machine),
-            dtype=case.c,
-            packed=weights.arrays,
-        )
-        c = np.array(multiply(prepared, machine))
-        require_unchanged(prepared, machine, step, a, kept)
-        used = operands(prepared, machine)
-    with spent.on("multiplying in float64"):
-        answers = _answers(case, problem, used, weights.products)
-    with spent.on("judging"):
-        found = _wrong_rows(case, step, problem, c, used, answers, weights.products)
-    with spent.on("repeating"):
-        for again in _again(case, a, weights, machine):
-            x, y = _floats(again), _floats(c)
-            if not np.array_equal(x, y, equal_nan=True):
-                where = np.argwhere((x != y) & ~(np.isnan(x) & np.isnan(y)))[0]
-                at = tuple(map(int, where))
-                found.append(f"via {case.via} C has other bits, the first at {at}")
+    kept = weights.kept
+    prepared = prepare(
+        *(step, case.family, case.format, a, blocks, machine), dtype=case.c, packed=weights.arrays
+    )
+    c = np.array(multiply(prepared, machine))
+    require_unchanged(prepared, machine, step, a, kept)
+    used = operands(prepared, machine)
+    answers = _answers(case, problem, used, weights.products)
+    found = _wrong_rows(case, step, problem, c, used, answers, weights.products)
+    for again in _again(case, a, weights, machine):
+        x, y = _floats(again), _floats(c)
+        if not np.array_equal(x, y, equal_nan=True):
+            where = np.argwhere((x != y) & ~(np.isnan(x) & np.isnan(y)))[0]
+            at = tuple(map(int, where))
+            found.append(f"via {case.via} C has other bits, the first at {at}")
     return found
 
 
 def judged(
-    case: FuzzCase,
-    machine: Machine,
-    weights: Weights | None = None,
-    spent: Spent | None = None,
+    case: FuzzCase, machine: Machine, weights: Weights | None = None
 ) -> tuple[list[str], bool]:
     """(`complaints` or the error of a case, whether the GPU's context is lost, so that no more can
     run)"""
     try:
-        return complaints(case, machine, weights, spent), False
+        return complaints(case, machine, weights), False
     except Exception as error:  # a kernel may fail in any way
         return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
 

@@ -34,8 +34,7 @@ from steps.cli.arguments import (
 from steps.cli.report import shape_text
 from steps.contract import Family, Size, Step, Work, why_no_gpu
 from steps.learn.exercises import progress
-from steps.learn.exercises.apart import Ended, apart
-from steps.learn.exercises.check import Asked, Report, count, lines, loaded, stopped
+from steps.learn.exercises.check import Asked, Report, count, lines, loaded
 from steps.learn.exercises.check import check as checked
 from steps.learn.exercises.load import Unloadable
 from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions
@@ -103,14 +102,9 @@ def own_step(path: Path) -> tuple[Exercise, Step]:
             f"TODO {found.unfilled[0]} of {path} is not filled in yet: make check FILE={path}"
         )
     try:
-        apart(lambda: loaded(found) and None, found.path)
         return found, loaded(found)
     except Unloadable as error:
         raise UsageError(f"{path.name}:{error.line}: {error.why}") from None
-    except Ended as error:
-        wrong = stopped(found, error).wrong
-        assert wrong is not None
-        raise UsageError(wrong.sentences[0]) from None
 
 
 def work_of(args: Namespace) -> Work:
@@ -136,16 +130,8 @@ def check(args: Namespace) -> int:
         print("".join(solution(found)), end="")
         return 0
     asked = _asked(args, found.reference)
-
-    def work() -> Report:
-        many = 0 if found.reference is None else count(found.reference, asked)
-        with table.progress(many) as told:
-            return checked(found, told, asked)
-
-    try:
-        report = apart(work, found.path)
-    except Ended as error:
-        report = stopped(found, error)
+    with table.progress(0 if found.reference is None else count(found.reference, asked)) as told:
+        report = checked(found, told, asked)
     if asked == Asked() or not report.ok:  # a part of the check does not make it right
         progress.remember(report)
     print(*lines(report), sep="\n")

@@ -42,7 +42,7 @@ def fuzz(args: Namespace) -> int:
 
         def report(totals: Totals) -> None:
             found = f"{totals.wrong or 'none'} wrong"
-            what = f"s: {totals.products} products of {len(totals.kernels)} kernels, {found}"
+            what = f"s: {totals.products} products of {len(totals.works)} works, {found}"
             progress(what, min(args.seconds, round(time.monotonic() - start)))
 
         if cc is None or args.case is not None:
@@ -55,17 +55,12 @@ def fuzz(args: Namespace) -> int:
     if args.json:
         facts = {"machine": name, "products": totals.products, "seconds": round(took, 1)}
         facts |= {"seed": seed, "wrong": totals.wrong, "processes": jobs if many else 1}
-        facts |= {"gpus": len(gpus), "kernels": len(totals.kernels), "spent": dict(totals.spent)}
+        facts |= {"gpus": len(gpus), "works": len(totals.works)}
         print(json.dumps({**facts, "cases": dict(wrong)}, indent=1))
         return 1 if totals.wrong else 0
     if totals.wrong > MOST:
         print(f"... and {totals.wrong - MOST} more")
-    of = ""
-    if many:
-        whole = sum(totals.spent.values()) or 1.0
-        shares = ", ".join(f"{what} {s / whole:.0%}" for what, s in totals.spent.most_common())
-        print(f"{jobs} processes: {shares}")
-        of = f" of {len(totals.kernels)} kernels"
+    of = f" of {len(totals.works)} works by {jobs} processes" if many else ""
     what = "products" if args.case is None else "case"
     where = f"{len(gpus)} of the {name}" if len(gpus) > 1 else f"the {name}"
     seeded = "" if args.case is not None else f", SEED={seed}"

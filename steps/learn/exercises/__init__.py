@@ -8,7 +8,7 @@ exercise is made from the step as it is.
 
     text      makes and reads exercises            load       imports one
     trial     runs it on a problem                 check      does all of it in order
-    apart     a process of its own for a file      restrictions  what no kernel may have of Python
+    restrictions  what no kernel may have of Python
     diagnose  puts a failed trial into words, with what these find:
       faults    errors of the simulator            races      both sides of a race
       suspects  what known bugs compute            beside     loads beside those of the step

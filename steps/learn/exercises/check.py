@@ -24,7 +24,6 @@ from steps.learn.exercises.advice import (
     memory_traffic,
     refused,
 )
-from steps.learn.exercises.apart import Ended
 from steps.learn.exercises.diagnose import TELLING, diagnose
 from steps.learn.exercises.load import Unloadable, load
 from steps.learn.exercises.restrictions import few_lines, not_compiled
@@ -225,16 +224,6 @@ def _unloadable(exercise: Exercise, error: Unloadable) -> tuple[Diagnosis, int |
         advice = "This line is in no TODO: put back what was there, or make the exercise anew."
     diagnosis = Diagnosis("syntax", error.line, (f"{where}: {error.why}.", advice))
     return diagnosis, exercise.hole_at(error.line)
-
-
-def stopped(exercise: Exercise, error: Ended) -> Report:
-    """Of a file that ends the process which imports or runs it."""
-    linecache.checkcache(str(exercise.path))
-    text = linecache.getline(str(exercise.path), error.line).strip()
-    where = f"{exercise.path.name}:{error.line} `{text}`" if error.line else exercise.path.name
-    said = f"{where} ends the process that runs the file, {error.why}: leave that out."
-    hole = exercise.hole_at(error.line)
-    return Report(exercise, wrong=Diagnosis("ended", error.line, (said,)), hole=hole)
 
 
 def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tuple[int, ...]]:
