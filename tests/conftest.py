@@ -28,6 +28,13 @@ gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # As many processes as cores share the tests. With more threads in each, torch and OpenBLAS
+    # spend most of their time waiting for one another.
+    if config.getoption("numprocesses", None):
+        os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def pytest_report_header() -> str | None:
     left_out = ", ".join(f"tests/{one}" for one in collect_ignore)
     return f"without torch: {left_out} are left to `make test TORCH=1`" if left_out else None
