@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from qformats import WEIGHT_FORMATS
-from results.record.schema import Environment, Row, Run
+from results.record.schema import Environment, Run
 from results.render import charts, models
 from results.render.query import (
     CLIFF,
@@ -25,7 +25,7 @@ from results.render.query import (
     when,
 )
 from results.render.readme import NOTHING
-from results.render.rows import NAMES, csv_files, time_of
+from results.render.rows import csv_files, time_of
 from results.render.staleness import Keys, Measured
 from results.render.table import (
     ABSENT,
@@ -42,9 +42,9 @@ from results.render.table import (
 NAME: Final = "RESULTS.md"
 HEAD: Final = """# Results
 
-What people look for, by GPU. Every row is in the CSV files beside each `run.json`, and
-`python -m results M=8 FORMAT=q5_1` prints any of them. `make charts` writes all of it from the
-runs; nobody edits it. README.md says how it is measured.
+What people look for, by GPU. Every row is in the CSV files beside each `run.json`, which also says
+where figures of others come from; `python -m results M=8 FORMAT=q5_1` prints any of them. `make
+charts` writes all of it from the runs; nobody edits it. README.md says how it is measured.
 """
 COMPARED: Final = tuple(
     ("QuantLinear", accuracy, dtype)
@@ -54,11 +54,8 @@ COMPARED: Final = tuple(
 """Calls that are told of all formats: (api, accuracy, dtype of A and C)."""
 WEIGHTS: Final = (4096, 14336)
 """N and K of the tables of one size, where they were measured."""
-TOKENS: Final = (1, 8, 16, 64, 128, 512, 4096)
+TOKENS: Final = (1, 8, 16, 128, 512, 4096)
 """The M of what a caller gets; calls.csv has the others too."""
-JUMPS: Final = 3
-"""Places where time jumps that are told, the worst."""
-
 Part = str | Table | None
 """Of a section: a paragraph or a table; None where nothing was measured."""
 
@@ -78,7 +75,7 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
     measured = when([*run.rows, *run.as_called])
     lines = [f"## {run.env.where}", "", f"{files}: {len(run.rows)} rows of steps, "]
     lines[-1] += f"{len(run.as_called)} of calls" + f", {measured}" * bool(measured) + "."
-    lines += [*_older(run, one.stale), ""]
+    lines += [*_older(run, one.stale), "", _machine(run.env), ""]
     if pictured:
         lines += [*(f"![{name}](charts/{name}.svg)" for name in charts.plans(run)), ""]
     whole: list[tuple[str, list[Part]]] = [
@@ -88,7 +85,6 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
         ("What a caller gets", _calls(run)),
         *whole,
         ("Each step at home, in every format", _homes(run, with_errors=pictured)),
-        ("Limits and environment", [_machine(run)]),
         ("Failed or not possible", [_exceptions(run)]),
     ]
     for title, parts in sections:
@@ -159,48 +155,58 @@ def _calls(run: Run) -> list[Part]:
 def _jumps(run: Run) -> Part:
     if not any(one.swept for one in run.as_called):
         return None
-    found = cliffs(run)
-    told = [f"One token more takes more than {CLIFF:g} times as long in {len(found)} places:", ""]
-    told += [f"- {jump(*pair)}" for pair in found[:JUMPS]]
-    if not found:
+    if not (found := cliffs(run)):
         return f"Nowhere does one token more take more than {CLIFF:g} times as long."
-    return "\n".join(told)
+    more = f"One token more takes more than {CLIFF:g} times as long in {len(found)} places"
+    return f"{more}, at most here: {jump(*found[0])}."
 
 
 # ------------------------------------------------------------------------------------- the steps
 
 
 def _homes(run: Run, with_errors: bool) -> list[Part]:
-    """A line per format, a column per step: the kernel's time at the step's home, and by how much
-    its product is off. Formats that are only read have no error of their own."""
+    """A line per format, a column per step: the kernel's time at the step's home."""
     panels = ladder(run)
     rungs = [rung for panel in panels for rung in panel.rungs]
 
-    def column(rung: Rung, told: Callable[[Row], str]) -> Column:
-        rows = {row.format: row for row in rung.every}
-        return Column(str(rung.row.step), lambda name: told(rows[name]) if name in rows else ABSENT)
-
-    def table(names: Sequence[str], told: Callable[[Row], str], title: str) -> Table:
-        columns = [Column("step", str.upper, True), *(column(rung, told) for rung in rungs)]
-        return of_records(columns, names, title)
+    def column(rung: Rung) -> Column:
+        rows = {row.format: time_of(row) for row in rung.every}
+        return Column(str(rung.row.step), lambda name: rows.get(name, ABSENT))
 
     homes = [f"{panel.title}: {dims(panel.home)}" for panel in panels]
     away = [f"step {rung.row.step}: {dims(rung.row.shape)}" for rung in rungs if rung.away]
     names = formats(row for rung in rungs for row in rung.every)
     if not rungs:
         return []
-    times = table(
+    times = of_records(
+        [Column("step", str.upper, True), *map(column, rungs)],
         names,
-        time_of,
         f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
     )
-    errors = table(
-        [name for name in names if name in WEIGHT_FORMATS],
-        lambda row: ratio(relative_error(run, row)),
-        "Error of the product, as a multiple of the format's own (NMSE; 1.00x: all of it is "
-        "the format's). A8 rounds tokens to 8 bits, *fast* the weights too.",
-    )
-    return [times, errors] if with_errors else [times]
+    return [times, *[_errors(run, rungs)] * with_errors]
+
+
+def _errors(run: Run, rungs: Sequence[Rung]) -> str:
+    """By how much products are off. Formats that are only read have no error of their own."""
+    rows = [row for rung in rungs for row in rung.every if row.format in WEIGHT_FORMATS]
+    told = [
+        "Error of the product, as a multiple of the format's own (NMSE; 1.00x: all of it is the "
+        "format's):",
+        "",
+    ]
+    kinds = {
+        "A16": "activations in floating point",
+        "A8": "rounded to 8 bits",
+        "fast": "the weights too",
+    }
+    for kind, what in kinds.items():
+        own = [row for row in rows if kind == (row.family if row.accuracy == "exact" else "fast")]
+        each = (
+            f"{name.upper()} {span(relative_error(run, row) for row in own if row.format == name)}"
+            for name in formats(own)
+        )
+        told += [f"- {kind}, {what}: {', '.join(each)}"] * bool(own)
+    return "\n".join(told)
 
 
 def _exceptions(run: Run) -> Part:
@@ -248,12 +254,7 @@ def facts(env: Environment) -> list[tuple[str, str]]:
     return [(what, str(value)) for what, value in given if value is not None]
 
 
-def _machine(run: Run) -> Part:
-    sources = dict.fromkeys(
-        f"{NAMES.get(peer.peer, peer.peer)}: {peer.source}"
-        + ("" if peer.same_run else ". From another run on the same GPU model")
-        for peer in run.peers
-    )
-    parts = [limits(run.env), facts(run.env)]
-    told = ["; ".join(f"{what}: {value}" for what, value in pairs) for pairs in parts if pairs]
-    return "\n".join(f"- {line}" for line in [*told, *sources])
+def _machine(env: Environment) -> str:
+    """Both, a line each."""
+    pairs = filter(None, (limits(env), facts(env)))
+    return "\n".join(f"- {'; '.join(f'{what}: {x}' for what, x in each)}" for each in pairs)
