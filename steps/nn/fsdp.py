@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 else:
     Tensor, nn = torch.Tensor, torch.nn
 
+FIRST_TORCH: Final = "2.13"  # whose fully_shard takes Parameters of integers (its issue 177844)
+
 DTensor: Final = import_module("torch.distributed.tensor").DTensor
 
 
@@ -48,8 +50,14 @@ def shard_blocks(model: Any) -> Any:
 
     Call it where the layers are on the device of the mesh, before `fully_shard` of each module that
     is given to it. From then on a layer stays on its device. Raises ValueError for layers on the
-    meta device, for those that ranks share already (`QuantLinear.shard`), and for experts.
+    meta device, for those that ranks share already (`QuantLinear.shard`), and for experts, and
+    RuntimeError where torch is older than 2.13: its fully_shard takes floats alone.
     """
+    if too_old():
+        raise RuntimeError(
+            f"fully_shard of torch {torch.__version__} shards floats alone, and blocks are bytes: "
+            f"take torch {FIRST_TORCH} or later"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, ShardedLinear):
             continue
@@ -68,6 +76,11 @@ def shard_blocks(model: Any) -> Any:
         elif isinstance(layer, QuantEmbedding) and BLOCKS in layer._buffers:
             _to_parameter(layer, BLOCKS, layer._buffers.pop(BLOCKS))
     return model
+
+
+def too_old() -> bool:
+    """Whether this torch's fully_shard refuses integers."""
+    return bool(torch.torch_version.TorchVersion(torch.__version__) < FIRST_TORCH)
 
 
 def _to_parameter(module: Any, name: str, held: Any) -> None:
@@ -115,11 +128,6 @@ class ShardedLinear(QuantLinear):
                 "ranks share the blocks of this layer, and each has all of them only in the "
                 "forward and backward of the module that fully_shard was given: call that, or its "
                 "unshard() before"
-            )
-        if held.dtype != torch.uint8:
-            raise RuntimeError(
-                f"torch {torch.__version__} casts blocks to the param_dtype of mp_policy: give "
-                "none, or take torch 2.13, which casts floats alone"
             )
         whole: Tensor = held
         return whole
