@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from steps.nn import fsdp
+from steps.nn import fsdp as steps_fsdp
 from steps.nn.all_reduce import ONE_SHOT, AllReduce
 from steps.nn.linear import QuantLinear
 from steps.nn.shard import bounds
@@ -126,8 +126,8 @@ def test_training_on_two_gpus(tmp_path: Path) -> None:
     whole ones at a time."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    if fsdp.too_old():
-        pytest.skip(f"needs torch {fsdp.FIRST_TORCH}")
+    if steps_fsdp.too_old():
+        pytest.skip(f"needs torch {steps_fsdp.FIRST_TORCH}")
     kinds = "cpu:gloo,cuda:nccl"
     for bytes_of in run_on_ranks(2, shard_cases.of_training, tmp_path, backend=kinds):
         alone, fsdp = (bytes_of[name]["before"] for name in ("alone", "fsdp"))
