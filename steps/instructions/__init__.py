@@ -69,6 +69,7 @@ from steps.instructions.memory import (
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
+    load_u64x2_relaxed,
     store_f32,
     store_f32x2,
     store_f32x4,
@@ -76,10 +77,9 @@ from steps.instructions.memory import (
     store_u32,
     store_u32x2,
     store_u32x4,
+    store_u64_relaxed,
 )
 from steps.instructions.tensor_core import (
-    ldmatrix_x2,
-    ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     mma_m16n8k8_tf32,
@@ -97,7 +97,7 @@ from steps.instructions.tensor_map import (
     tensor_copy,
     tensor_map_address,
 )
-from steps.instructions.warp import shfl, shfl_down, shfl_up, shfl_xor
+from steps.instructions.warp import shfl, shfl_up, shfl_xor
 from steps.instructions.warpgroup import (
     barrier_arrive,
     barrier_sync,
@@ -111,7 +111,6 @@ from steps.instructions.warpgroup import (
     wgmma_f16,
     wgmma_fence,
     wgmma_s8,
-    wgmma_u8,
     wgmma_wait,
     zeros_f32,
     zeros_i32,

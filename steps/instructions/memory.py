@@ -26,7 +26,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.cuda import types
-from numba.cuda.types import float32, uint16, uint32
+from numba.cuda.types import float32, uint16, uint32, uint64
 
 from steps.instructions.define import (
     GLOBAL,
@@ -38,6 +38,7 @@ from steps.instructions.define import (
     pack,
     ptx,
 )
+from steps.simulator.scheduler import now
 
 _CODE = {uint16: "H", uint32: "I", float32: "f"}  # letters of the struct module
 
@@ -188,6 +189,33 @@ def fence(lane):
     on other SMs too, if they call it in between likewise. MEMBAR.ALL.GPU, a lighter one than
     `cuda.threadfence` (MEMBAR.SC.GPU), which orders all fences of the GPU besides."""
     lane.block.order.fence(lane)
+
+
+# --- what thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------------
+#
+# A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says anything
+# about other memory. In the simulator a relaxed load lets all other threads run first.
+
+
+@ptx(
+    "ld.relaxed.gpu.global.v2.u64 {$0, $1}, [$2];",
+    returns=(uint64, uint64),
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u64x2_relaxed(lane, array, index):
+    """16 bytes at array[index], either half as it is in the L2 now. LDG.E.128.STRONG.GPU."""
+    at = array.locate(index, 16)
+    now().pause()
+    return struct.unpack_from("<2Q", array.bytes, at)
+
+
+@ptx("st.relaxed.gpu.global.u64 [$0], $1;", takes=(GLOBAL, uint64), scope="lane", memory=True)
+def store_u64_relaxed(lane, array, index, value):
+    """8 bytes to array[index] of uint32, for relaxed loads of other blocks. STG.E.64.STRONG.GPU."""
+    array.exchange(index, lambda _: value & 0xFFFFFFFF)
+    array.exchange(index + 1, lambda _: value >> 32)
 
 
 # --- order of launches ----------------------------------------------------------------------------

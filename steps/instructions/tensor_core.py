@@ -145,12 +145,12 @@ def mma_m16n8k16_bf16(lanes):
     return _multiply(lanes, BFLOAT16, np.float32, np.float64)
 
 
-def _rows(name: str, lanes: list[tuple], count: int, *, stores: bool = False) -> list[tuple]:
-    """(array, byte) of each row of `count` matrices; lane 8i + r addresses row r of matrix i."""
+def _rows(name: str, lanes: list[tuple], *, stores: bool = False) -> list[tuple]:
+    """(array, byte) of each row of four matrices; lane 8i + r addresses row r of matrix i."""
     if len(lanes) != 32:
         raise SimulatorError(f"{name} needs a full warp; this one has {len(lanes)} lanes")
     rows = []
-    for i, (array, index, *_) in enumerate(lanes[: 8 * count]):
+    for i, (array, index, *_) in enumerate(lanes):
         try:
             rows.append((array, array.locate_for(i, index, 16, stores=stores)))
         except SimulatorError as error:
@@ -159,41 +159,39 @@ def _rows(name: str, lanes: list[tuple], count: int, *, stores: bool = False) ->
     return rows
 
 
-def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
-    """What `count` matrices give each lane."""
-    rows = [array.bytes[at : at + 16] for array, at in _rows("ldmatrix", lanes, count)]
-    matrices = np.frombuffer(b"".join(rows), np.uint16).reshape(count, 8, 8)
+def _matrices(lanes: list[tuple], transposed: bool) -> list[tuple]:
+    """What four matrices give each lane."""
+    rows = [array.bytes[at : at + 16] for array, at in _rows("ldmatrix", lanes)]
+    matrices = np.frombuffer(b"".join(rows), np.uint16).reshape(4, 8, 8)
     if transposed:
         matrices = matrices.transpose(0, 2, 1)
-    words = np.ascontiguousarray(matrices).view(np.uint32)  # [count, 8, 4]
+    words = np.ascontiguousarray(matrices).view(np.uint32)  # [matrix, 8, 4]
     return words[:, GROUP, THREAD].T.tolist()
 
 
-def _ldmatrix(name: str, count: int, transposed: bool = False):
-    registers = ",".join(f"${i}" for i in range(count))
-    modifier = ".trans" if transposed else ""
-
-    def twin(lanes):
-        return _matrices(lanes, count, transposed)
-
-    twin.__name__ = name
-    twin.__doc__ = (
-        f"(array, index) -> {count} registers, one from each of {count} 8 x 8 matrices in shared "
-        f"memory; only the addresses of lanes 0 to {8 * count - 1} are used. LDSM."
-    )
-    return ptx(
-        f"ldmatrix.sync.aligned.m8n8.x{count}{modifier}.shared.b16 {{{registers}}}, [${count}];",
-        returns=(uint32,) * count,
-        takes=(SHARED,),
-        scope="warp",
-        memory=True,
-    )(twin)
+@ptx(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];",
+    returns=(uint32,) * 4,
+    takes=(SHARED,),
+    scope="warp",
+    memory=True,
+)
+def ldmatrix_x4(lanes):
+    """(array, index) -> four registers, one from each of four 8 x 8 matrices in shared memory.
+    LDSM."""
+    return _matrices(lanes, transposed=False)
 
 
-ldmatrix_x2 = _ldmatrix("ldmatrix_x2", 2)
-ldmatrix_x4 = _ldmatrix("ldmatrix_x4", 4)
-ldmatrix_x2_trans = _ldmatrix("ldmatrix_x2_trans", 2, transposed=True)
-ldmatrix_x4_trans = _ldmatrix("ldmatrix_x4_trans", 4, transposed=True)
+@ptx(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];",
+    returns=(uint32,) * 4,
+    takes=(SHARED,),
+    scope="warp",
+    memory=True,
+)
+def ldmatrix_x4_trans(lanes):
+    """As `ldmatrix_x4`, each matrix transposed. LDSM.T."""
+    return _matrices(lanes, transposed=True)
 
 
 @ptx(
@@ -206,7 +204,7 @@ ldmatrix_x4_trans = _ldmatrix("ldmatrix_x4_trans", 4, transposed=True)
 def stmatrix_x4_trans(lanes):
     """(array, index, x0..x3): register i of lane l is elements 2t, 2t+1 of column g of matrix i, as
     `ldmatrix_x4_trans` loads it; row r of matrix i goes to where lane 8i + r says. STSM."""
-    rows = _rows("stmatrix", lanes, 4, stores=True)
+    rows = _rows("stmatrix", lanes, stores=True)
     words = np.array([lane[2:] for lane in lanes], np.uint32)  # [lane, matrix]
     columns = np.ascontiguousarray(words.T).view(np.uint16).reshape(4, 8, 8)
     matrices = np.ascontiguousarray(columns.transpose(0, 2, 1)).reshape(32, 8)

@@ -79,10 +79,3 @@ shfl_up = _shuffle(
     lambda lane, x: lane - x,
     "(value, delta): the value of lane `lane - delta`; the first `delta` lanes keep their own.",
 )
-shfl_down = _shuffle(
-    "shfl_down",
-    "down",
-    0x1F,
-    lambda lane, x: lane + x,
-    "(value, delta): the value of lane `lane + delta`; the last `delta` lanes keep their own.",
-)

@@ -154,15 +154,6 @@ wgmma_s8 = _wgmma(
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B in int32, modulo 2^32; bytes of A and B "
     "signed. IGMMA.",
 )
-wgmma_u8 = _wgmma(
-    "wgmma_u8",
-    "k32",
-    "s32.u8.s8",
-    int32,
-    "",
-    (np.uint8, np.int8),
-    "As `wgmma_s8`, the bytes of A unsigned and those of B signed. IGMMA.",
-)
 
 
 @ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, only=_HOPPER)

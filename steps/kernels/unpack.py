@@ -1,4 +1,4 @@
-"""Packed weights as floats again: columns of W[N, K] in a slab, for a product that sums over N.
+"""Packed weights as floats again: columns of W[N, K] in a panel, for a product that sums over N.
 
 What is new
     The kernels of products make numbers of packed tiles in registers, as operands of sums over K.
@@ -13,13 +13,13 @@ Why it should help
     comes from the host. 14336 x 4096 are 33 MB of Q4_0 and 117 MB of bfloat16: 37 us at 4.06 TB/s.
     It takes 40.5 (an H200).
 What it costs
-    A variant for each storage format and dtype, and the memory of a slab.
+    A variant for each storage format and dtype, and the memory of a panel.
 Machine code
     LDG.E.128, PRMT, STS, LDS.128, STG.E.128.
 Prerequisites
     Step 7 (packed tiles, codes as bytes).
 
-**The values** are those of `qformats.dequantize`, rounded once to the slab's dtype, of every format
+**The values** are those of `qformats.dequantize`, rounded once to the panel's dtype, of each format
 that packed tiles hold without loss. Of the others they are `qformats.storage.stored_weights`, which
 products multiply: scales and minima of K-quants and of iq4_xs are rounded to 11 bits, each by
 2^-11 of itself at most. In every format scales and minima that are too small beside the largest of
@@ -60,7 +60,7 @@ from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import half_format, tile_format
 
 HALF_K: Final = TILE_K // 2
-"""K of a warp's half of a packed tile; slabs begin at a multiple of it."""
+"""K of a warp's half of a packed tile; panels begin at a multiple of it."""
 
 WARPS: Final = TILE_GROUP
 THREADS: Final = 128
@@ -92,7 +92,7 @@ def four_from(word, zero):
 
 @cache
 def of_tiles(stored: str, dtype: str) -> Any:
-    """The kernel for packed tiles of a storage format and slabs of a dtype."""
+    """The kernel for packed tiles of a storage format and panels of a dtype."""
     tile = tile_format(stored)
     load, fragments, scales_of = tile.load, tile.fragments, half_format(stored).scales
     four = four_signed if tile.signed else four_unsigned
@@ -138,8 +138,8 @@ def of_tiles(stored: str, dtype: str) -> Any:
             put(stage, at + 4 * PAIR, x1 * scale, x3 * scale)
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
-    def unpack_tiles(packed, row_scales, n, k_tiles, first, slab):
-        """slab[N, width] = columns first, first + 1, ... of the weights of packed tiles; `packed`
+    def unpack_tiles(packed, row_scales, n, k_tiles, first, panel):
+        """panel[N, width] = columns first, first + 1, ... of the weights of packed tiles; `packed`
         and `row_scales` of `qformats.repack.tiles`, `k_tiles` of a row."""
         stage = cuda.shared.array(STAGE, uint32, alignment=16)
         warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
@@ -165,14 +165,14 @@ def of_tiles(stored: str, dtype: str) -> Any:
         cuda.syncwarp()
 
         # --- whole rows of 64 K
-        width = int32(slab.shape[1])
+        width = int32(panel.shape[1])
         chunk, below = lane % CHUNKS, lane // CHUNKS
         column = int32(cuda.blockIdx.x * HALF_K + chunk * PER)
         for i in range(0, TILE_ROWS, AT_ONCE):
             r = int32(i + below)
             if row + r < n and column < width:
                 x0, x1, x2, x3 = load_u32x4(stage, own + r * ROW + 4 * chunk)
-                store_u32x4(slab, int64(row + r) * width + column, x0, x1, x2, x3)
+                store_u32x4(panel, int64(row + r) * width + column, x0, x1, x2, x3)
 
     return unpack_tiles
 
@@ -223,26 +223,26 @@ def of_k_outermost(format_name: str, dtype: str) -> Any:
 
 
 def launch(
-    layout: str, format_name: str, arrays: Sequence[Any], k: int, first: int, slab: Any
+    layout: str, format_name: str, arrays: Sequence[Any], k: int, first: int, panel: Any
 ) -> Launch:
-    """Columns first, first + 1, ... of weights [N, K] to slab[N, width], float32, float16 or
+    """Columns first, first + 1, ... of weights [N, K] to panel[N, width], float32, float16 or
     bfloat16.
 
     layout, arrays: what exact kernels read, `qformats.repack.tiles`, or before compute capability
         8.0 `k_outermost` or `as_bytes`, by its name, and its arrays.
-    first: a multiple of `HALF_K`; where the layout is not "tiles" 0, and the slab is the whole W.
+    first: a multiple of `HALF_K`; where the layout is not "tiles" 0, and the panel is the whole W.
     """
-    (n, width), dtype = slab.shape, dtype_name(slab)
+    (n, width), dtype = panel.shape, dtype_name(panel)
     if layout == "tiles":
         packed, row_scales = arrays
         run = of_tiles(storage_format(FORMATS[format_name]).name, dtype)
         grid = ceil_div(width, HALF_K), ceil_div(n, TILE_GROUP * TILE_ROWS)
-        args = (packed, row_scales, n, ceil_div(k, TILE_K), first, slab)
+        args = (packed, row_scales, n, ceil_div(k, TILE_K), first, panel)
         return Launch(run, grid, (32 * WARPS,), args)
     if first or width != k:
         raise ValueError(f"columns {first} to {first + width} of {k}: {layout} is unpacked whole")
     if layout == "as_bytes":
         (w,) = arrays
-        return rows.launch(format_name, w, slab)
+        return rows.launch(format_name, w, panel)
     grid = ceil_div(n, THREADS), k // EIGHT
-    return Launch(of_k_outermost(format_name, dtype), grid, (THREADS,), (*arrays, slab))
+    return Launch(of_k_outermost(format_name, dtype), grid, (THREADS,), (*arrays, panel))

@@ -33,7 +33,14 @@ from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.experts.gates import ALPHA, LIMIT
 from steps.nn import operator as operator
 from steps.nn.kept import KeptWith
-from steps.nn.linear import TAKEN, _written_format, cast, refused, said
+from steps.nn.linear import (
+    TAKEN,
+    _written_format,
+    apply_past_buffers,
+    cast,
+    refused,
+    said,
+)
 from steps.product.experts import choose, gates_and_ups, packed_arrays, prepare, require_product
 from steps.product.prepared import Kept, Prepared
 from steps.product.rows import row_width
@@ -432,14 +439,8 @@ class QuantExperts(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantExperts:
         """.to(), .half(), .cuda() and their like: they move and cast biases. Blocks keep their
         dtype, and packed weights are made where the layer moves to a GPU."""
-        buffers, self._buffers = self._buffers, {}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers = buffers
-        here = self.device
-        there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
-        if there != here or "gate_up_bias" in buffers:
+        here, there = apply_past_buffers(self, fn, recurse)
+        if there != here or "gate_up_bias" in self._buffers:
             self._move(there)
         return self
 

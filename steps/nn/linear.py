@@ -513,13 +513,7 @@ class QuantLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """.to(), .half(), .cuda() and their like: they move and cast the bias. Blocks keep their
         dtype, and packings are made where the layer moves to a GPU."""
-        buffers, self._buffers = self._buffers, {}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers = buffers
-        here = self.device
-        there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+        here, there = apply_past_buffers(self, fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=here)).dtype
         if there != here:
             self._move(there)
@@ -642,6 +636,20 @@ def refused(state: Any, format_name: str) -> str | None:
     if told == (wanted := said(format_name)):
         return None
     return f"the state holds {told}, and the layer takes {wanted}: make one of that format"
+
+
+def apply_past_buffers(
+    layer: Any, fn: Callable[[Tensor], Tensor], recurse: bool
+) -> tuple[Any, Any]:
+    """`_apply` of a module without its buffers, which are packed weights: (the device that it is
+    on, the device that fn moves to)."""
+    buffers, layer._buffers = layer._buffers, {}
+    try:
+        nn.Module._apply(layer, fn, recurse)
+    finally:
+        layer._buffers = buffers
+    here = layer.device
+    return here, fn(torch.empty(0, dtype=torch.uint8, device=here)).device
 
 
 def cast(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> str | None:

@@ -93,8 +93,8 @@ with."""
 CALLS: Final = 32
 """Shapes of x for which a layer keeps what `multiply` worked out, those used last."""
 
-SLAB_BYTES: Final = 1 << 28
-"""Of weights that are unpacked at once for a gradient: all of them in most layers. Slabs that the
+PANEL_BYTES: Final = 1 << 28
+"""Of weights that are unpacked at once for a gradient: all of them in most layers. Panels that the
 L2 holds are no faster, as products with few columns leave SMs idle: 1.4x as slow at 512 tokens."""
 
 ROWS: Final = 512
@@ -183,8 +183,8 @@ def linear_input_gradient(
 ) -> Tensor:
     """dX[..., K] = gradient[..., N] @ dequantize(W)[N, K], in the gradient's dtype, of `NAMES`.
 
-    On a GPU W is unpacked from `weights` into a slab in the gradient's dtype, some columns at a
-    time where it is large, and torch multiplies by the slab. Sums are whole, so the same gradient
+    On a GPU W is unpacked from `weights` into a panel in the gradient's dtype, some columns at a
+    time where it is large, and torch multiplies by the panel. Sums are whole, so the same gradient
     gives the same bits. float16 holds no weight beyond 65504, and below 2^-14 multiples of 2^-24.
     On a CPU W is dequantized from `blocks`, slowly. Other arguments: see `_on_cpu`.
     """
@@ -205,12 +205,12 @@ def _input_gradient_on_gpu(gradient: Tensor, _blocks: Tensor | None, *rest: Any)
     m, layout = len(rows), packings.partition(" ")[0]
     total = rows.new_empty((m, k))
     if m:
-        width = slab_width(n, k, rows.itemsize) if layout == "tiles" else k
-        slab = rows.new_empty((n * width,))
+        width = panel_width(n, k, rows.itemsize) if layout == "tiles" else k
+        panel = rows.new_empty((n * width,))
         with torch.autocast("cuda", enabled=False):
             for first in range(0, k, width):
                 columns = total[:, first : first + width]
-                part = slab[: n * columns.shape[1]].view(n, columns.shape[1])
+                part = panel[: n * columns.shape[1]].view(n, columns.shape[1])
                 unpack(weights, layout, format, k, first, part)
                 torch.mm(rows, part, out=columns)
     return total.view(*gradient.shape[:-1], k)
@@ -223,10 +223,10 @@ def _shape_of_gradient(gradient: Tensor, *rest: Any) -> Tensor:
     return gradient.new_empty((*gradient.shape[:-1], k))
 
 
-def slab_width(n: int, k: int, itemsize: int) -> int:
-    """Columns of W that are unpacked at once: K, or equal shares of it in slabs of about
-    `SLAB_BYTES`, a multiple of `HALF_K`."""
-    share = ceil_div(k, ceil_div(n * k * itemsize, SLAB_BYTES))
+def panel_width(n: int, k: int, itemsize: int) -> int:
+    """Columns of W that are unpacked at once: K, or equal shares of it in panels of about
+    `PANEL_BYTES`, a multiple of `HALF_K`."""
+    share = ceil_div(k, ceil_div(n * k * itemsize, PANEL_BYTES))
     return min(k, ceil_div(share, HALF_K) * HALF_K)
 
 
@@ -559,21 +559,21 @@ def launch(made: Prepared, arrays: Sequence[Tensor]) -> None:
 
 
 def unpack(
-    weights: Sequence[Tensor], layout: str, format: str, k: int, first: int, slab: Tensor
+    weights: Sequence[Tensor], layout: str, format: str, k: int, first: int, panel: Tensor
 ) -> None:
-    """Queue what fills slab[N, width] with columns first, first + 1, ... of packed weights [N, K],
+    """Queue what fills panel[N, width] with columns first, first + 1, ... of packed weights [N, K],
     see `steps.kernels.unpack`."""
-    device, arrays = slab.get_device(), (*weights, slab)
+    device, arrays = panel.get_device(), (*weights, panel)
     if device != current_device():
         with torch.cuda.device(device):
-            unpack(weights, layout, format, k, first, slab)
+            unpack(weights, layout, format, k, first, panel)
         return
 
     def loaded() -> Prepared:
         with _loading_allowed():
             return prepared_columns(layout, format, k, first, array_types(arrays))
 
-    key = layout, format, k, first, slab.shape, slab.dtype, device
+    key = layout, format, k, first, panel.shape, panel.dtype, device
     launch(_unpacking.of(key, loaded), arrays)
 
 

@@ -190,7 +190,7 @@ def prepared_columns(
     layout: str, format: str, k: int, first: int, arrays: Sequence[ArrayType]
 ) -> Prepared:
     """The launch for columns `first` and on of weights [N, K] packed in a layout
-    (`steps.kernels.unpack`), on the current GPU: of the packed arrays and the slab that these
+    (`steps.kernels.unpack`), on the current GPU: of the packed arrays and the panel that these
     columns go to. Not kept."""
     return _made(partial(_launch_columns, layout, format, k, first), arrays)
 
@@ -198,8 +198,8 @@ def prepared_columns(
 def _launch_columns(
     layout: str, format: str, k: int, first: int, *arrays: Any, machine: Any
 ) -> Launch:
-    *packed, slab = arrays
-    return unpack.launch(layout, format, packed, k, first, slab)
+    *packed, panel = arrays
+    return unpack.launch(layout, format, packed, k, first, panel)
 
 
 def _launch(format: str, w: Any, rows: Any, ids: Any = None, *, machine: Any) -> Launch:

@@ -35,8 +35,6 @@ from steps.instructions import (
     hfma2,
     high2half2,
     hmul2,
-    ldmatrix_x2,
-    ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     load_f32,
@@ -47,6 +45,7 @@ from steps.instructions import (
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
+    load_u64x2_relaxed,
     low2half2,
     mma_m16n8k8_tf32,
     mma_m16n8k16_bf16,
@@ -57,7 +56,6 @@ from steps.instructions import (
     prmt,
     select_bits,
     shfl,
-    shfl_down,
     shfl_up,
     shfl_xor,
     store_f32,
@@ -67,9 +65,9 @@ from steps.instructions import (
     store_u32,
     store_u32x2,
     store_u32x4,
+    store_u64_relaxed,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
-from steps.kernels.decode.low_rank import load_u64x2_relaxed, store_u64_relaxed
 
 
 @dataclass(frozen=True)
@@ -447,7 +445,7 @@ def gemm_8_kernel(mma: Any) -> Any:
             wait_all()
             cuda.syncthreads()
             a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 32 + 16 * (lane >> 4))
-            b0, b1 = ldmatrix_x2(stage_b, (lane & 7) * 32 + 16 * ((lane >> 3) & 1))
+            b0, b1, _, _ = ldmatrix_x4(stage_b, (lane & 7) * 32 + 16 * ((lane >> 3) & 1))
             c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
             cuda.syncthreads()
         g, t = lane >> 2, lane & 3
@@ -475,7 +473,7 @@ def gemm_8_case(name: str, mma: Any, dtype: Any, opcode: str) -> Case:
         inputs,
         lambda a, b: (a.astype(np.int32) @ b.astype(np.int32).T,),
         grid=(GEMM_N // 8, GEMM_M // 16),
-        contains=(opcode, "LDSM.16.M88.4", "LDSM.16.M88.2", "LDGSTS.E.BYPASS.128"),
+        contains=(opcode, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128"),
         oldest="sm_80",
     )
 
@@ -493,7 +491,7 @@ def gemm_16_kernel(mma: Any) -> Any:
         store_u32x2(stage_b, lane * 4, y[0], y[1])
         cuda.syncthreads()
         a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 16 + 8 * (lane >> 4))
-        b0, b1 = ldmatrix_x2_trans(stage_b, (lane & 15) * 8)
+        b0, b1, _, _ = ldmatrix_x4_trans(stage_b, (lane & 15) * 8)
         g, t = lane >> 2, lane & 3
         c0, c1, c2, c3 = mma(
             a0, a1, a2, a3, b0, b1, float32(g), float32(1), float32(0.5), float32(t)
@@ -527,7 +525,7 @@ def gemm_16_case(name: str, mma: Any, bits: Any, values: Any, most: int, opcode:
         gemm_16_kernel(mma),
         inputs,
         lambda a, b: gemm_16_expected(values(a), values(b)),
-        contains=(opcode, "LDSM.16.MT88.2"),
+        contains=(opcode, "LDSM.16.MT88.4"),
         oldest="sm_80",
     )
 
@@ -589,21 +587,16 @@ def ldmatrix_kernel(source, out):
     cuda.syncthreads()
     p = ldmatrix_x4(stage, lane * 8)
     q = ldmatrix_x4_trans(stage, lane * 8)
-    r = ldmatrix_x2(stage, (lane & 15) * 8)
-    s = ldmatrix_x2_trans(stage, (lane & 15) * 8)
     for i in range(4):
         out[0, i, lane] = p[i]
         out[1, i, lane] = q[i]
-    for i in range(2):
-        out[2, i, lane] = r[i]
-        out[2, i + 2, lane] = s[i]
 
 
 def ldmatrix_expected(source):
     plain = source.reshape(4, 8, 8)
     turned = np.ascontiguousarray(plain.transpose(0, 2, 1))
     plain, turned = (m.view(np.uint32).reshape(4, 32) for m in (plain, turned))
-    return (np.stack([plain, turned, np.concatenate([plain[:2], turned[:2]])]),)
+    return (np.stack([plain, turned]),)
 
 
 @cuda.jit
@@ -692,7 +685,6 @@ def shuffle_kernel(x, y, ints, floats):
     ints[0, lane] = shfl(a, (lane * 7) & 31)
     ints[1, lane] = shfl_xor(a, 5)
     ints[2, lane] = shfl_up(a, 3)
-    ints[3, lane] = shfl_down(a, 3)
     floats[0, lane] = shfl(b, 31 - lane)
     total = b
     for i in range(5):
@@ -707,7 +699,6 @@ def shuffle_expected(x, y):
             x[lane * 7 % 32],
             x[lane ^ 5],
             x[np.where(lane < 3, lane, lane - 3)],
-            x[np.where(lane > 28, lane, lane + 3) % 32],
         ]
     )
     total = y.copy()
@@ -881,7 +872,7 @@ CASES = (
         ldmatrix_kernel,
         lambda rng: (rng.integers(0, 1 << 16, (32, 8)).astype(np.uint16),),
         ldmatrix_expected,
-        contains=("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDSM.16.M88.2", "LDSM.16.MT88.2"),
+        contains=("LDSM.16.M88.4", "LDSM.16.MT88.4"),
     ),
     Case(
         "cp_async_pipeline",
@@ -925,7 +916,7 @@ CASES = (
         shuffle_kernel,
         lambda rng: (words(rng, 32).view(np.int32), rng.normal(size=32).astype(np.float32)),
         shuffle_expected,
-        contains=("SHFL.IDX", "SHFL.BFLY", "SHFL.UP", "SHFL.DOWN"),
+        contains=("SHFL.IDX", "SHFL.BFLY", "SHFL.UP"),
     ),
     Case("numba_warp", numba_warp_kernel, int_pair, numba_warp_expected, block=64),
 )

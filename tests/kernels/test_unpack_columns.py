@@ -129,8 +129,8 @@ def test_machine_code(name: str) -> None:
     """Wide accesses of global memory for codes and values, no spills, no arithmetic in float64."""
     arrays = tiles(np.zeros((128, 4096 // FORMATS[name].elements), FORMATS[name].dtype))
     for dtype in ("bfloat16", "float32"):
-        slab = np.zeros((128, 1024), array_dtype(dtype))
-        made: Any = unpack.launch("tiles", name, arrays, 4096, 0, slab)
+        panel = np.zeros((128, 1024), array_dtype(dtype))
+        made: Any = unpack.launch("tiles", name, arrays, 4096, 0, panel)
         code = machine_code(made.kernel, signature_of(made.args), "sm_90a")
         assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
         assert code.count("STG") == code.count("STG.E.128") > 0

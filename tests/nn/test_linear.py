@@ -1186,12 +1186,12 @@ def is_gradient(found: Any, gradient: Any, w: Any) -> bool:
 
 @pytest.mark.parametrize("cc", [(9, 0), (7, 5)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
+def test_the_gradient_on_a_gpu_is_a_product_by_panels(
     host: Any, dtype: Any, cc: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 64 columns here; of all of them where the layout is not that of tensor cores."""
     monkeypatch.setattr(torch_operator, "capability", lambda device: cc)
-    monkeypatch.setattr(torch_operator, "slab_width", lambda n, k, itemsize: 64)
+    monkeypatch.setattr(torch_operator, "panel_width", lambda n, k, itemsize: 64)
     blocks = blocks_of("q5_1")
     layer, w = uploaded(blocks, accuracy="fast"), torch.from_numpy(dequantize(blocks))
     g = tensor(3, 5, N, dtype=dtype)
@@ -1199,8 +1199,8 @@ def test_the_gradient_on_a_gpu_is_a_product_by_slabs(
         found = input_gradient(layer, gradient)
         assert (found.shape, found.dtype) == ((*gradient.shape[:-1], K), dtype)
         assert is_gradient(found, gradient, w)
-    slabs = ["unpack_tiles"] * 5 if cc >= (8, 0) else ["unpack_k_outermost"]
-    assert [name for name, _, _ in host.launched] == slabs * 4
+    panels = ["unpack_tiles"] * 5 if cc >= (8, 0) else ["unpack_k_outermost"]
+    assert [name for name, _, _ in host.launched] == panels * 4
     with pytest.raises(ValueError, match=r"gradient must have shape \[..., 68\], got \[2, 67\]"):
         input_gradient(layer, tensor(2, N - 1, dtype=dtype))
 
@@ -1230,8 +1230,8 @@ def test_eager_gradients_on_a_gpu(host: Any, dtype: Any, wide: bool) -> None:
     assert layer.bias.grad is not None
 
 
-def test_a_slab_is_the_whole_of_most_layers() -> None:
-    width = torch_operator.slab_width
+def test_a_panel_is_the_whole_of_most_layers() -> None:
+    width = torch_operator.panel_width
     assert width(14336, 4096, 2) == 4096
     assert width(14336, 4128, 4) == 4128
     assert width(28672, 8192, 2) == 4096
@@ -1607,8 +1607,8 @@ def nothing_waits() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("whole_sums")
 def test_gradients_on_a_gpu(cuda: Any, name: str, dtype: Any, monkeypatch: Any) -> None:
-    """By several slabs, ragged in N; the same bits each time; nothing waits for the GPU."""
-    monkeypatch.setattr(torch_operator, "slab_width", lambda n, k, itemsize: 320)
+    """By several panels, ragged in N; the same bits each time; nothing waits for the GPU."""
+    monkeypatch.setattr(torch_operator, "panel_width", lambda n, k, itemsize: 320)
     if FORMATS[name].written:
         blocks = blocks_of(name, 516, 1024)
     else:

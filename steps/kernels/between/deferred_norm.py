@@ -33,7 +33,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64
 
 from qformats import BLOCK, Format
 from qformats.repack import TILE_ROWS
@@ -155,7 +155,8 @@ def residual_end(
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, WARP * warps
     of_warps, of_token = warp_sums(tokens, how.warps_k), norm_of_token(tokens, parts)
-    token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
+    of_block, add_up = of_warps.output_of, of_warps.add_up
+    token_and_feature = of_warps.token_and_feature
     load_norm, factors, n_loads = of_token.load_ahead, of_token.factors, of_token.n_loads
     alike = max(1, tokens // 2)  # every so many-th warp has outputs of the same tokens
     each = warps // alike  # warps with outputs of a token
@@ -163,8 +164,7 @@ def residual_end(
     @cuda.jit(device=True, forceinline=True)
     def output_of(i, first):
         """(token, feature in the thread block, feature) of output i."""
-        token, feature = token_and_feature(i & (tile_sums - 1))
-        feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
+        token, feature = of_block(i)
         return token, feature, int32(first * TILE_ROWS + feature)
 
     @cuda.jit(device=True, forceinline=True)

@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from numba import cuda, float32, int32, int64, uint16, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from qformats.repack import TILE_ROWS
-from steps.instructions import (
-    float_to_half,
-    floats_to_bfloats,
-    load_f32,
-    store_f32,
-    store_u16,
-)
+from steps.instructions import load_f32, store_f32
 from steps.kernels.decode.product import PAIR
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
+from steps.kernels.parts.epilogue.rounded import STORE
 
 ROTATION = 8  # words by which a pair of tokens is rotated against the one before
 
@@ -66,11 +61,13 @@ class WarpSums:
 
     store: `FinalSum.store`
     token_and_feature(i) -> (token, feature) of sum i of a row tile
+    output_of(i) -> (token, feature) of sum i of a thread block
     add_up(smem, sums, i) -> sum i of a thread block, of all its warps along K
     """
 
     store: Any
     token_and_feature: Any
+    output_of: Any
     add_up: Any
 
 
@@ -100,13 +97,19 @@ def warp_sums(tokens: int, warps_k: int) -> WarpSums:
         return int32(2 * pair + (word >> 4)), int32(word & 15)
 
     @cuda.jit(device=True, forceinline=True)
+    def output_of(i):
+        token, feature = token_and_feature(i & (tile_sums - 1))
+        tile = uint32(i) // uint32(tile_sums)
+        return token, int32(tile * uint32(TILE_ROWS) + uint32(feature))
+
+    @cuda.jit(device=True, forceinline=True)
     def add_up(smem, sums, i):
         total = float32(0)
         for part in range(warps_k):
             total += load_f32(smem, sums[0] + 4 * i + part * sums[1])
         return total
 
-    return WarpSums(store, token_and_feature, add_up)
+    return WarpSums(store, token_and_feature, output_of, add_up)
 
 
 @cache
@@ -124,15 +127,14 @@ def final_sum(
     the bias, or None for no bias."""
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, 32 * warps
-    in_half, in_bfloat = output == "float16", output == "bfloat16"
     of_warps = warp_sums(tokens, warps_k)
-    token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
+    output_of, add_up, store_one = of_warps.output_of, of_warps.add_up, STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
     def token_scale(token_scales, m0, M, i):
         if not scaled:
             return float32(1)
-        token, _ = token_and_feature(i & (tile_sums - 1))
+        token, _ = output_of(i)
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
@@ -152,8 +154,7 @@ def final_sum(
         i, stop = t, int32(int32(end - first) * tile_sums)
         while i < stop:
             total = add_up(smem, sums, i)
-            token, feature = token_and_feature(i & (tile_sums - 1))
-            feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
+            token, feature = output_of(i)
             row_scale = load_f32(smem, row_scales_at + 4 * feature) * float32(scale)
             if scaled and threads % tile_sums:  # its outputs are of several tokens
                 own_scale = token_scale(token_scales, m0, M, i)
@@ -162,13 +163,7 @@ def final_sum(
                 total = total * row_scale * own_scale  # the scales alone may underflow
                 if biased:
                     total += load_bias(bias, n)
-                at = int64(m0 + token) * N + n
-                if in_half:
-                    store_u16(c, at, float_to_half(total))
-                elif in_bfloat:
-                    store_u16(c, at, uint16(floats_to_bfloats(total, total)))
-                else:
-                    store_f32(c, at, total)
+                store_one(c, int64(m0 + token) * N + n, total)
             i = int32(i + threads)
 
     return FinalSum(of_warps.store, 1, load_ahead, prologue, write)

@@ -33,13 +33,12 @@ Prerequisites
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint16, uint32, uint64
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_ROWS
@@ -52,17 +51,15 @@ from steps.instructions import (
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
-    float_to_half,
-    floats_to_bfloats,
     load_f32,
     load_f32x4,
     load_u32x4,
+    load_u64x2_relaxed,
     prefetch_l2,
     shfl_xor,
     store_f32,
-    store_u16,
+    store_u64_relaxed,
 )
-from steps.instructions.define import GLOBAL, ptx
 from steps.kernels.decode.bulk import kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
 from steps.kernels.decode.tiles import (
@@ -74,7 +71,7 @@ from steps.kernels.decode.tiles import (
 )
 from steps.kernels.parts.activations.sources import four_floats, four_floats_of_bfloat16
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS, bias_operand
-from steps.simulator.scheduler import now
+from steps.kernels.parts.epilogue.rounded import STORE
 
 UNITS: Final = 128
 """Of t. No more than thread blocks of a large product, so that each has one at most."""
@@ -96,33 +93,6 @@ PAD: Final = 16
 WORDS: Final = 4 + 2 * UNITS * MOST_TOKENS
 """uint32 that thread blocks show each other: the number of launches so far, and from word 4 on, of
 each token and unit, its value and the number of its launch. All are zero before the first."""
-
-
-# --- what thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------------
-#
-# A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says anything
-# about other memory. In the simulator a relaxed load lets all other threads run first.
-
-
-@ptx(
-    "ld.relaxed.gpu.global.v2.u64 {$0, $1}, [$2];",
-    returns=(uint64, uint64),
-    takes=(GLOBAL,),
-    scope="lane",
-    memory=True,
-)
-def load_u64x2_relaxed(lane, array, index):
-    """16 bytes at array[index], either half as it is in the L2 now. LDG.E.128.STRONG.GPU."""
-    at = array.locate(index, 16)
-    now().pause()
-    return struct.unpack_from("<2Q", array.bytes, at)
-
-
-@ptx("st.relaxed.gpu.global.u64 [$0], $1;", takes=(GLOBAL, uint64), scope="lane", memory=True)
-def store_u64_relaxed(lane, array, index, value):
-    """8 bytes to array[index] of uint32, for relaxed loads of other blocks. STG.E.64.STRONG.GPU."""
-    array.exchange(index, lambda _: value & 0xFFFFFFFF)
-    array.exchange(index + 1, lambda _: value >> 32)
 
 
 # --- the end of the product -----------------------------------------------------------------------
@@ -168,9 +138,8 @@ def low_rank_end(
     tokens, warps = how.tokens, how.warps
     threads, tile_sums, parts = WARP * warps, TILE_ROWS * tokens, UNITS // ranks
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
-    in_half, in_bfloat = output == "float16", output == "bfloat16"
     of_warps = warp_sums(tokens, how.warps_k)
-    token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
+    output_of, add_up, store_one = of_warps.output_of, of_warps.add_up, STORE[output]
     own_at, sums_at, up_at = offsets(tokens, warps, ranks)
     pitch, chunks = 2 * ranks + PAD, ranks // EIGHT
     together = min(tokens, EIGHT)  # tokens of a thread at a time
@@ -421,8 +390,7 @@ def low_rank_end(
             store_u64_relaxed(words, 0, uint64(own))
         lane, i, stop = int32(t & (lanes - 1)), int32(t // lanes), int32(end - first) * tile_sums
         while i < stop:
-            token, feature = token_and_feature(i & (tile_sums - 1))
-            feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
+            token, feature = output_of(i)
             total = add_up(smem, sums, i)
             total *= load_f32(smem, row_scales_at + 4 * feature) * float32(scale)
             term = low_rank(smem, start, min(token, int32(here - 1)), feature, lane)
@@ -433,13 +401,7 @@ def low_rank_end(
                 if biased:
                     total += load_bias(bias, n)
                 total += term
-                at = int64(m0 + token) * N + n
-                if in_half:
-                    store_u16(c, at, float_to_half(total))
-                elif in_bfloat:
-                    store_u16(c, at, uint16(floats_to_bfloats(total, total)))
-                else:
-                    store_f32(c, at, total)
+                store_one(c, int64(m0 + token) * N + n, total)
             i = int32(i + threads // lanes)
 
     return FinalSum(of_warps.store, n_loads, load_ahead, prologue, write)

@@ -72,9 +72,9 @@ from steps.kernels.experts.contract import (
 )
 from steps.kernels.experts.gates import GATE_OF
 from steps.kernels.experts.grouping import grouping, id_of
-from steps.kernels.experts.weighted import STORE
 from steps.kernels.parts.activations.layouts import float16_rows
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
+from steps.kernels.parts.epilogue.rounded import STORE
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
 

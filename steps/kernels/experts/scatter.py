@@ -24,13 +24,12 @@ from steps.instructions import (
     spread,
     stmatrix_x4_trans,
     store_f32,
-    store_u16,
-    store_u32x4,
 )
 from steps.kernels.experts.contract import GROUP_ROWS
 from steps.kernels.experts.gates import GATE_OF
 from steps.kernels.parts.epilogue.bias import bias_of
 from steps.kernels.parts.epilogue.half_tile import PAIRS, ROW, WARPGROUP
+from steps.kernels.parts.epilogue.rounded import store_eight
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +119,6 @@ def scatter(
     def gated(x, y):
         for r in range(n_acc):
             x[r] = times(x[r], y[r])
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_eight(c, offset, y, wide, there):
-        """Eight features of a token; only the first `there`."""
-        if wide:
-            if there > 0:
-                store_u32x4(c, offset, y[0], y[1], y[2], y[3])
-        else:
-            for i in range(8):
-                if i < there:
-                    store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
 
     @cuda.jit(device=True, forceinline=True)
     def load_positions(rows, first, there):

@@ -55,8 +55,8 @@ from steps.kernels.decode.copies import PAD, ROW_BYTES
 from steps.kernels.decode.product import PAIR, product_a16
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.grouping import id_of
-from steps.kernels.experts.weighted import STORE
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
+from steps.kernels.parts.epilogue.rounded import STORE
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
 

@@ -21,38 +21,21 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int32, int64, uint16
+from numba import cuda, float32, int32, int64
 
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
-    float_to_half,
-    floats_to_bfloats,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32x4,
     spread,
-    store_f32,
-    store_u16,
 )
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
+from steps.kernels.parts.epilogue.rounded import STORE
 
 THREADS: Final = 128
 FOUR: Final = 4
-
-
-@cuda.jit(device=True, forceinline=True)
-def store_half(c, at, x):
-    store_u16(c, at, float_to_half(x))
-
-
-@cuda.jit(device=True, forceinline=True)
-def store_bfloat(c, at, x):
-    store_u16(c, at, uint16(floats_to_bfloats(x, x)))
-
-
-STORE: Final = {"float32": store_f32, "float16": store_half, "bfloat16": store_bfloat}
-"""store(c, at, x): a float32 to flat c[at], rounded, by the dtype of c."""
 
 
 @cache

@@ -23,7 +23,7 @@ from functools import cache
 from math import gcd
 from typing import Any, Final
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8
 
 from steps.instructions import (
     barrier_sync,
@@ -34,10 +34,9 @@ from steps.instructions import (
     spread,
     stmatrix_x4_trans,
     store_f32,
-    store_u16,
-    store_u32x4,
 )
 from steps.kernels.parts.epilogue.bias import bias_of
+from steps.kernels.parts.epilogue.rounded import store_eight
 
 WARPGROUP: Final = 128
 """Threads of a warpgroup."""
@@ -120,17 +119,6 @@ def store_halves(
     """
     staged, pair, (_, add) = gcd(tokens, staged_tokens), PAIRS[output], bias_of(of_bias)
     buffer_bytes = ROW * staged
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_eight(c, offset, y, wide, there):
-        """Eight features of a token; only the first `there`."""
-        if wide:
-            if there > 0:
-                store_u32x4(c, offset, y[0], y[1], y[2], y[3])
-        else:
-            for i in range(8):
-                if i < there:
-                    store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
 
     @cuda.jit(device=True, forceinline=True)
     def store(x, c, m0, n0, u):
