@@ -14,8 +14,7 @@ from qformats import FORMATS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SIZE: Final = 0.02
-"""Of a drawn weight, about: a language model's standard deviation."""
+SIZE: Final = 0.02  # of a drawn weight, about: a language model's standard deviation
 
 # Standard deviation and middle of codes or levels drawn evenly. Scales: lowest and highest.
 _CODES: Final = {

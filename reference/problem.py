@@ -54,8 +54,7 @@ DISTRIBUTIONS: Final = ("uniform", "normal", "llm", "integer", "extreme", "golde
 OF_BLOCKS: Final = ("integer", "extreme", "golden")
 """Those whose weights are made as blocks, so that nothing is lost in quantizing them."""
 
-INPUTS: Final = ("float32", "float16", "bfloat16")
-"""The dtypes that A may have."""
+INPUTS: Final = ("float32", "float16", "bfloat16")  # the dtypes that A may have
 
 # LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339) reports outlier features in about 0.1 % of
 # the channels of large transformers, up to 20 times the size of the others, the same channels for

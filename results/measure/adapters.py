@@ -30,9 +30,7 @@ from results.record.environment import environment, finished
 from steps.compile.parallel_compile import compile_ahead
 from steps.driver.machines import Gpu
 
-SHAPES: Final = ((4096, 4096), (14336, 4096), (6144, 4096), (4096, 14336))
-"""(N, K)."""
-
+SHAPES: Final = ((4096, 4096), (14336, 4096), (6144, 4096), (4096, 14336))  # (N, K)
 DRAWN: Final = 256  # rows of weights; the others repeat them
 NMSE_LIMIT: Final = 1e-5
 """Of the kernel's y against PEFT's: roundings of float16, and of A and B to 16 bits."""

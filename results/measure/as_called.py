@@ -40,22 +40,15 @@ from steps.contract import Kernel, Size
 from steps.product.choice import Choice, Request, choose, packings
 
 DEVICE: Final = "cuda"
-FORMAT: Final = "q4_0"
-"""Of plans, of float32 and of the sweep."""
+FORMAT: Final = "q4_0"  # of plans, of float32 and of the sweep
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 SWEPT: Final = 128
-WEIGHTS: Final = tuple(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
-"""(N, K)."""
-
+WEIGHTS: Final = tuple(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))  # (N, K)
 BUDGET: Final = Budget(replay_seconds=1.5e-3, warm_seconds=0.2, seconds=0.8)
 SWEEP_BUDGET: Final = Budget(replay_seconds=7e-4, warm_seconds=0.1, seconds=0.4, min_rounds=6)
 """Of the sweep: the start of its graphs is 1 % of them."""
-TOGETHER: Final = 16
-"""M of the sweep in one loop: neighbours are compared with each other."""
-
-COUNTERS: Final = 1 << 22
-"""Bytes: 8 KB for each of some 200 captures of a loop, twice over."""
-
+TOGETHER: Final = 16  # M of the sweep in one loop: neighbours are compared with each other
+COUNTERS: Final = 1 << 22  # bytes: 8 KB for each of some 200 captures of a loop, twice over
 COMPARED: Final = 2**11
 NMSE_LIMIT: Final = 1e-2
 """Against the product with the dequantized weights: the least exact way adds 1e-3 (requantized
@@ -87,9 +80,7 @@ class Way:
         return f"{self.api} {self.accuracy} {self.dtype} {self.format}"
 
 
-Call = tuple[Size, Way]
-"""A row that is to be measured."""
-
+Call = tuple[Size, Way]  # a row that is to be measured
 LAYERS: Final = tuple(
     Way("QuantLinear", accuracy, dtype, name)
     for name in WEIGHT_FORMATS

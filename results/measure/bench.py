@@ -49,8 +49,7 @@ FEW_TOKENS: Final = 16
 SOME_TOKENS: Final = 8
 """At all shapes, the top step of decode is measured up to the first M, others from the second."""
 
-BFLOAT16_FORMAT: Final = "q4_0"
-"""The format that is measured in bfloat16."""
+BFLOAT16_FORMAT: Final = "q4_0"  # the format that is measured in bfloat16
 
 
 # --------------------------------------------------------------------------------------- the matrix

@@ -23,9 +23,7 @@ from results.record.schema import Peer, mnk
 NAME: Final = "cublas_fp16"
 FORMAT: Final = "f16"
 
-COMPARED: Final = 2**16
-"""Outputs that are compared; NaN is sought in all."""
-
+COMPARED: Final = 2**16  # outputs that are compared; NaN is sought in all
 NMSE_LIMIT: Final = 1e-6
 """Against the float64 product of the float32 operands: rounding both and C to float16 comes to some
 1e-7."""

@@ -33,9 +33,7 @@ from steps.driver.machines import Gpu
 from steps.kernels.experts.contract import ExpertsRequest
 from steps.product.experts import ExpertsPlan, PackedExperts, choose, packed_arrays
 
-SLOTS: Final = 24
-"""Repetitions with routings of their own, taken in turn."""
-
+SLOTS: Final = 24  # repetitions with routings of their own, taken in turn
 COPIES: Final = 3
 """Of the weights, likewise: an expert comes back after several times what an L2 holds."""
 

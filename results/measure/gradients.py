@@ -46,10 +46,8 @@ SIZES: Final[tuple[Size, ...]] = tuple(
 )
 BUDGET: Final = Budget(replay_seconds=2e-3, warm_seconds=0.2, seconds=1.0)
 
-DRAWN: Final = 1024
-"""Rows of W; others repeat them."""
-COUNTERS: Final = 1 << 22
-"""Bytes that the captures of a loop take their counters from."""
+DRAWN: Final = 1024  # rows of W; others repeat them
+COUNTERS: Final = 1 << 22  # bytes that the captures of a loop take their counters from
 CHECKED: Final = 32  # rows of dX
 NMSE_LIMIT: Final = 2e-5
 """Of dX: rounding W and dX to bfloat16 adds 3e-6 each; a wrong dX has an error of its own size."""

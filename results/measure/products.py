@@ -24,13 +24,7 @@ from reference import Check, Problem, Reference, check
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from results.measure import cublas
 from results.measure.loop import Contestant
-from results.measure.protocol import (
-    Budget,
-    Stopwatch,
-    floor_us,
-    impossible,
-    slots_for,
-)
+from results.measure.protocol import Budget, Stopwatch, floor_us, impossible, slots_for
 from results.record.schema import Limits, Row, total_below_kernel
 from steps.checks.run import fatal
 from steps.contract import Shape, Size, Work, array_dtype

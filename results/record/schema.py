@@ -21,9 +21,7 @@ from results.record.codec import Count, Positive, Rule
 
 Status = Literal["ok", "unsupported", "failed"]
 Scheme = Annotated[str, Rule("like W4A16", lambda text: re.fullmatch(r"W\d+A\d+", text))]
-Size = tuple[int, int, int]
-"""M, N, K of a product."""
-
+Size = tuple[int, int, int]  # M, N, K of a product
 FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """The order of formats in a file; others (cuBLAS's float16) come last."""
 DTYPES: Final = ("float32", "float16", "bfloat16")

@@ -52,12 +52,10 @@ COMPARED: Final = tuple(
     for dtype in ("float16", "bfloat16")
 )
 """Calls that are told of all formats: (api, accuracy, dtype of A and C)."""
-WEIGHTS: Final = (4096, 14336)
-"""N and K of the tables of one size, where they were measured."""
+WEIGHTS: Final = (4096, 14336)  # N and K of the tables of one size, where they were measured
 TOKENS: Final = (1, 8, 16, 128, 512, 4096)
 """The M of what a caller gets; calls.csv has the others too."""
-Part = str | Table | None
-"""Of a section: a paragraph or a table; None where nothing was measured."""
+Part = str | Table | None  # of a section: a paragraph or a table; None where nothing was measured
 
 
 def page(every: Sequence[Measured]) -> str:

@@ -16,8 +16,7 @@ from steps.contract import Size, Step, Work, scheme
 from steps.product.choice import Choice
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
-LISTED: Final = 14
-"""Opcodes shown of a step, besides those it promises."""
+LISTED: Final = 14  # opcodes shown of a step, besides those it promises
 
 
 @dataclass(frozen=True, slots=True)

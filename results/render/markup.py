@@ -191,8 +191,7 @@ class Hunk:
     folded: bool = False
 
 
-CONTEXT: Final = 4
-"""Equal lines that are shown on either side of a change."""
+CONTEXT: Final = 4  # equal lines that are shown on either side of a change
 
 
 def compared(before: Sequence[Code], after: Sequence[Code]) -> list[Hunk]:

@@ -30,13 +30,7 @@ from results.render import charts, complete, markup, query, readme, rows
 from results.render.machine_code import Compiler, beside, compiled, main_work
 from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, stale_keys
-from results.render.table import (
-    Column,
-    Table,
-    dims,
-    of_records,
-    progress,
-)
+from results.render.table import Column, Table, dims, of_records, progress
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn import pitfalls
@@ -46,8 +40,7 @@ from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, Picture, picture
 from steps.registry import find, following, parent_of, source
 
-CODE: Final = "Machine code"
-"""The heading of a docstring that has a place of its own on the page."""
+CODE: Final = "Machine code"  # the heading of a docstring that has a place of its own on the page
 FIGURES: Final = rows.of_rows(
     *("format", "scheme", "M x N x K", "A, C", "kernel us", "20-80 %", "total us", "x cuBLAS"),
     *("TFLOPS", "x parent", "x step 1", "of its limit", "NMSE, product", "NMSE, kernel"),

@@ -14,12 +14,10 @@ from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
 from results.render.table import number, ratio
 from steps.contract import BRANCHES
 
-MAIN_FORMAT: Final = "q4_0"
-"""The format of charts and tables that show one."""
+MAIN_FORMAT: Final = "q4_0"  # the format of charts and tables that show one
 CUBLAS: Final = "cublas_fp16"
 LLAMA_CPP: Final = "ggml"
-BASELINES: Final = {CUBLAS: "cuBLAS float16", LLAMA_CPP: "llama.cpp"}
-"""Beside every step."""
+BASELINES: Final = {CUBLAS: "cuBLAS float16", LLAMA_CPP: "llama.cpp"}  # beside every step
 LAYERS: Final = {W4A16: "Humming W4A16", W4A8: "Humming W4A8"}
 """Beside what a caller gets: layers called with float16 A and C."""
 WEIGHTS: Final = {CUBLAS: "f16"} | {name: weights for name, (weights, *_) in SCHEMES.items()}
@@ -112,8 +110,7 @@ def sweep(run: Run, accuracy: str, n: int, k: int) -> list[AsCalled]:
     return sorted(found, key=lambda one: one.M)
 
 
-CLIFF: Final = 1.15
-"""One more token is to take at most so many times as long."""
+CLIFF: Final = 1.15  # one more token is to take at most so many times as long
 
 
 def cliffs(run: Run) -> list[tuple[AsCalled, AsCalled]]:

@@ -30,17 +30,7 @@ from results.render.query import (
 )
 from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
-from results.render.table import (
-    ABSENT,
-    Column,
-    Line,
-    Table,
-    cell,
-    dims,
-    markdown,
-    percent,
-    ratio,
-)
+from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdown, percent, ratio
 from steps.contract import BRANCHES, Step
 
 NOTHING: Final = (

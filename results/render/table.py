@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, TextIO
 
 Tone = Literal["", "good", "bad", "faint"]
 _STYLES: Final[dict[str, str]] = {"good": "green", "bad": "bold red", "faint": "dim", "": ""}
-ABSENT: Final = "-"
-"""What a cell says where nothing was measured."""
+ABSENT: Final = "-"  # what a cell says where nothing was measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ SIMULATOR_LIMIT: Final = 2**20
 DISTRIBUTION_CYCLE: Final = ("integer", "normal", "uniform", "integer", "llm")
 """Distributions in turn, where none is asked for: exact problems find what rounding would hide."""
 
-ORDERS: Final = (0, -1, 1, 2)
-"""Lane orders in turn: ascending, descending, shuffled."""
+ORDERS: Final = (0, -1, 1, 2)  # lane orders in turn: ascending, descending, shuffled
 
 # CHECK_SHAPES for blocks of 256: K is no multiple of a kernel's 128 alone, no tile of M or N is
 # full.
@@ -33,9 +32,7 @@ SUPER_CHECK_SHAPES: Final = (
     (33, 18, 256),
 )
 
-EXTREME: Final = (4, 4)
-"""Outputs of an extreme problem: all kinds of rows of A and of W meet."""
-
+EXTREME: Final = (4, 4)  # outputs of an extreme problem: all kinds of rows of A and of W meet
 INTEGER_K: Final = 1280
 """In the simulator, of steps whose integer sums run over K: beyond what a float32 would hold."""
 

@@ -23,14 +23,9 @@ from steps.contract import Launch, Machine, ceil_div
 
 Operands = Q81 | Halves | Bfloats | Tokens
 
-TILE: Final = 16
-"""Outputs of a thread block in M and in N."""
-
-DEPTH: Final = 64
-"""K of a stage in shared memory."""
-
-STRIDE: Final = DEPTH + 1
-"""Numbers from one row of a stage to the next."""
+TILE: Final = 16  # outputs of a thread block in M and in N
+DEPTH: Final = 64  # K of a stage in shared memory
+STRIDE: Final = DEPTH + 1  # numbers from one row of a stage to the next
 
 
 class Answers(NamedTuple):

@@ -43,18 +43,14 @@ Machine: TypeAlias = "Gpu | Simulator"
 LARGEST: Final = {"float32": 2.0**128, "float16": 65504.0, "bfloat16": 2.0**128}
 """Of C, by its dtype. Sums that may come to an eighth of it are promised to be finite."""
 
-SPOILED: Final = ("nan", "inf")
-"""Kinds of rows whose outputs are not finite."""
-
+SPOILED: Final = ("nan", "inf")  # kinds of rows whose outputs are not finite
 LEAST: Final = 1e-30
 """Rows whose largest |a| is below it are only promised not to grow: scales get subnormal."""
 
 ERRORS: Final = {"exact": 1e-6, "fast": 1e-2}
 """The error of a row against the product of A with the weights, as a share of sum a^2 w^2."""
 
-A8_ERROR: Final = 2e-3
-"""The same of exact steps that quantize A to Q8_1."""
-
+A8_ERROR: Final = 2e-3  # the same of exact steps that quantize A to Q8_1
 LEAST_OF_C: Final = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}
 """By which an output may be off however small it is: half of the least step of its dtype."""
 

@@ -269,23 +269,12 @@ def _product(rng: np.random.Generator, shared: FuzzCase, simulated: bool) -> Fuz
     )
 
 
-LESSONS: Final = 0.2
-"""The share of cases of an engineered kernel that its lesson multiplies."""
-
-DEEP_SHARE: Final = 0.02
-"""The share of weights with `DEEP` columns."""
-
-SIMULATED_LIMIT: Final = 2**13
-"""The most M * N * K of a case in the simulator: about a second."""
-
-GPU_WEIGHTS: Final = 2**21
-"""The most weights of a case on a GPU: the host packs them."""
-
-GPU_VALUES: Final = 2**19
-"""The most values of A: the host draws them and quantizes them, too."""
-
-GPU_OUTPUTS: Final = 2**19
-"""The most values of C, each of which is judged by the host."""
+LESSONS: Final = 0.2  # the share of cases of an engineered kernel that its lesson multiplies
+DEEP_SHARE: Final = 0.02  # the share of weights with `DEEP` columns
+SIMULATED_LIMIT: Final = 2**13  # the most M * N * K of a case in the simulator: about a second
+GPU_WEIGHTS: Final = 2**21  # the most weights of a case on a GPU: the host packs them
+GPU_VALUES: Final = 2**19  # the most values of A: the host draws them and quantizes them, too
+GPU_OUTPUTS: Final = 2**19  # the most values of C, each of which is judged by the host
 
 
 def _log(rng: np.random.Generator, low: int, high: int) -> int:

@@ -32,22 +32,14 @@ from steps.checks.fuzz_cases import FuzzCase, dealt, sharing, works
 from steps.compile.compiler import architecture, compiled, signature_of
 from steps.registry import kernel_of
 
-SHARED: Final = 32
-"""Cases with the same weights."""
-
+SHARED: Final = 32  # cases with the same weights
 COMPILING: Final = 20
 """Seconds in which a process compiles the kernels of one work, so often as their shapes ask for
 another tile; it has a work for twice as many."""
 
-HEARD: Final = 0.5
-"""Seconds after which there is a report, whatever came."""
-
-LATE: Final = 60.0
-"""Seconds after the end, after which a process that still runs is stopped."""
-
-LONGEST: Final = 1000
-"""Bytes of the line of a case."""
-
+HEARD: Final = 0.5  # seconds after which there is a report, whatever came
+LATE: Final = 60.0  # seconds after the end, after which a process that still runs is stopped
+LONGEST: Final = 1000  # bytes of the line of a case
 Tell = Callable[[str, list[str]], None]
 
 

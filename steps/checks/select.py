@@ -11,8 +11,7 @@ from qformats.terminal import sentence
 from steps.contract import Family, Kernel, Work
 from steps.registry import find, kernels, lesson_of
 
-ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
-"""In the order of every table."""
+ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)  # in the order of every table
 
 
 class UsageError(Exception):

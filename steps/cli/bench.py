@@ -114,11 +114,7 @@ def _asked(args: Namespace, size: Size) -> bool:
 
 
 def _measured(
-    args: Namespace,
-    gpu: Any,
-    recorder: Recorder,
-    wanted: list[Wanted],
-    calls: list[as_called.Call],
+    args: Namespace, gpu: Any, recorder: Recorder, wanted: list[Wanted], calls: list[as_called.Call]
 ) -> str | None:
     """The CUDA error that ended it, if one did. All that is finished is in the file, however it
     ends."""

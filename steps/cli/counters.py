@@ -25,14 +25,7 @@ from reference import Problem
 from results.measure.bench import Wanted, matrix, wanted_in
 from results.record import store
 from results.record.environment import environment
-from steps.cli.arguments import (
-    formats_of,
-    home_shapes_of,
-    machines,
-    one_step,
-    steps_of,
-    work_of,
-)
+from steps.cli.arguments import formats_of, home_shapes_of, machines, one_step, steps_of, work_of
 from steps.cli.run import remark
 from steps.cli.tools import NO_COUNTERS, ROOT, required, this
 from steps.compile.parallel_compile import compile_ahead

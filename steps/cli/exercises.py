@@ -173,8 +173,7 @@ def _asked(args: Namespace, reference: Step | None) -> Asked:
     return Asked(formats, family, some)
 
 
-SMALL: Final[Size] = (4, 64, 64)
-"""What --m --n --k leave open where the simulator checks."""
+SMALL: Final[Size] = (4, 64, 64)  # what --m --n --k leave open where the simulator checks
 
 
 def hint(report: Report) -> str:

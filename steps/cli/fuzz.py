@@ -23,8 +23,7 @@ from steps.checks.fuzz_workers import Tell, Totals, fuzz_on_gpus, gpus_of
 from steps.cli.arguments import MachineOf, machines, steps_of
 from steps.registry import kernel_of
 
-MOST: Final = 50
-"""Wrong cases that are printed; of more only their number is told."""
+MOST: Final = 50  # wrong cases that are printed; of more only their number is told
 
 
 def fuzz(args: Namespace) -> int:

@@ -34,15 +34,11 @@ from steps.registry import kernel_of, ladder
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
 ALONE: Final = 60.0
 """Seconds that the tests which measure their own time have, after all else has ended."""
-FORMATS: Final = ("q4_0", "q5_1")
-"""Of the sanitizer: without and with minima and fifth bits."""
-SEED: Final = 0
-"""Of fuzzing."""
-LEFT: Final = 15.0
-"""Seconds that a command of the sanitizer takes: with less time none is begun."""
+FORMATS: Final = ("q4_0", "q5_1")  # of the sanitizer: without and with minima and fifth bits
+SEED: Final = 0  # of fuzzing
+LEFT: Final = 15.0  # seconds that a command of the sanitizer takes: with less time none is begun
 LATE: Final = "its time was up"
-MOST_ERRORS: Final = 4
-"""Lines that are kept of what a test which failed says."""
+MOST_ERRORS: Final = 4  # lines that are kept of what a test which failed says
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +76,7 @@ def gpu_tests(args: Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
     for name, text, wrong in (
-        (
-            "gpu-tests.txt",
-            *suite_record(suite.result(), alone, fuzzed.result(), env),
-        ),
+        ("gpu-tests.txt", *suite_record(suite.result(), alone, fuzzed.result(), env)),
         ("sanitizer.txt", *sanitizer_record(checked, env)),
     ):
         (folder / name).write_text(text, encoding="utf-8")
@@ -105,9 +98,7 @@ def sanitizer_commands(tool: str) -> Iterator[list[str]]:
 
 
 def sanitized(
-    commands: Sequence[Sequence[str]],
-    until: float,
-    submit: Callable[..., Future[Ended | None]],
+    commands: Sequence[Sequence[str]], until: float, submit: Callable[..., Future[Ended | None]]
 ) -> list[Ended | None]:
     """How each command ended; None for those that were not begun before the time was up."""
 

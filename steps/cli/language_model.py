@@ -30,9 +30,7 @@ BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
 
-TOKENS: Final = 64
-"""How many follow a text, where nobody says and the context holds them."""
-
+TOKENS: Final = 64  # how many follow a text, where nobody says and the context holds them
 Work = Callable[[Namespace, Any, Any], tuple[dict[str, Any], int]]
 """(arguments, `Operations` between products, `parallel.Ranks` or None) -> (what to record, exit
 status)."""

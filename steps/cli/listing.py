@@ -15,13 +15,7 @@ from results.render.table import Column
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises
-from steps.cli.arguments import (
-    home_shapes_of,
-    launches_of,
-    one_step,
-    refusing,
-    require_compilable,
-)
+from steps.cli.arguments import home_shapes_of, launches_of, one_step, refusing, require_compilable
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.learn.exercises.advice import refused

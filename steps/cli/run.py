@@ -70,11 +70,7 @@ def check(args: Namespace) -> int:
 
 
 def _checked_only(
-    args: Namespace,
-    steps: Sequence[Step],
-    where: tuple[str, MachineOf, str | None],
-    *,
-    quick: bool,
+    args: Namespace, steps: Sequence[Step], where: tuple[str, MachineOf, str | None], *, quick: bool
 ) -> int:
     name, machine, why_not = where
     simulated = why_not is not None
@@ -172,10 +168,7 @@ def problems(
 
 
 def _measured(
-    wanted: Sequence[Wanted],
-    outcomes: Outcomes,
-    args: Namespace,
-    weights: FileWeights | None,
+    wanted: Sequence[Wanted], outcomes: Outcomes, args: Namespace, weights: FileWeights | None
 ) -> Run:
     """The rows, with ratios, and cuBLAS beside them. A CUDA error ends it and is noted in
     `outcomes`."""

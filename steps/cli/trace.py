@@ -20,8 +20,7 @@ from steps.learn.trace.picture import LEGEND, picture
 from steps.registry import path_of
 from steps.simulator.trace import BULK, Instruction, first_warps
 
-WIDEST: Final = 44
-"""Characters of a source line in the table."""
+WIDEST: Final = 44  # characters of a source line in the table
 
 
 def trace(args: Namespace) -> int:

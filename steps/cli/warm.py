@@ -18,13 +18,7 @@ from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.render import table
 from results.render.table import Column
 from steps.checks.select import UsageError
-from steps.cli.arguments import (
-    formats_of,
-    machines,
-    refusing,
-    require_blocks,
-    require_compilable,
-)
+from steps.cli.arguments import formats_of, machines, refusing, require_blocks, require_compilable
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile import kernel_cache

@@ -79,12 +79,7 @@ class Drawn:
 
     @classmethod
     def of(
-        cls,
-        format_name: str,
-        k: int,
-        rng: np.random.Generator,
-        device: Any,
-        accuracy: str = "fast",
+        cls, format_name: str, k: int, rng: np.random.Generator, device: Any, accuracy: str = "fast"
     ) -> Drawn:
         """accuracy: "fast" packs for exact and fast steps, "exact" for these alone."""
         blocks = random_blocks(format_name, DRAWN, k, rng)

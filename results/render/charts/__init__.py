@@ -34,12 +34,7 @@ from results.render.charts.style import STYLE, Chart
 
 FOLDER: Final = ROOT / "results" / "charts"
 CURE: Final = "run `make charts`"
-CHARTS: Final = {
-    "ladder": LADDER,
-    "as_called": AS_CALLED,
-    "tokens": TOKENS,
-    "roofline": ROOFLINE,
-}
+CHARTS: Final = {"ladder": LADDER, "as_called": AS_CALLED, "tokens": TOKENS, "roofline": ROOFLINE}
 
 
 def plans(run: Run) -> dict[str, Chart]:

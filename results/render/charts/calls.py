@@ -46,8 +46,7 @@ PANEL: Final = 1.75
 LEFT: Final = 0.66
 ACROSS: Final = style.COLUMN - LEFT - 1.72
 BAR: Final = 0.17  # the steps of one line
-Weights = tuple[int, int]
-"""N, K."""
+Weights = tuple[int, int]  # N, K
 
 
 def weights(calls: Iterable[AsCalled]) -> list[Weights]:

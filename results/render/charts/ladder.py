@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE: Final = "The ladder: each step at its home shape"
-DECODE: Final = "decode"
-"""The branch that memory bounds: drawn as a share of its bandwidth."""
+DECODE: Final = "decode"  # the branch that memory bounds: drawn as a share of its bandwidth
 LINE: Final = 0.27  # inches for a step
 LEFT: Final = 2.32  # the steps' names
 RIGHT: Final = 1.3  # their figures

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE: Final = "Roofline: the last step of each branch"
-MAIN_WEIGHTS: Final = (4096, 4096)
-"""N and K of the chart, where they were measured."""
+MAIN_WEIGHTS: Final = (4096, 4096)  # N and K of the chart, where they were measured
 ROOFS: Final = ("fp32", "dp4a", "tensor_fp16", "tensor_int8")
 COLORS: Final = (style.BLUE, style.GREEN, style.ORANGE, style.PINK, style.YELLOW, "#56B4E9")
 MARKS: Final = ("o", "^", "s", "D", "v", "P")

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = tuple[str, Sequence[tuple[int, float]]]
-"""A line by its name: (M, a figure)."""
+Curve = tuple[str, Sequence[tuple[int, float]]]  # a line by its name: (M, a figure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,7 @@ class Chart:
 
 
 def by_tokens(
-    curves: Iterable[Curve],
-    written: Callable[[float], str],
-    title: str,
-    few: Collection[int] = (),
+    curves: Iterable[Curve], written: Callable[[float], str], title: str, few: Collection[int] = ()
 ) -> Table:
     """The figures of curves: a line for each, a column per M, or per M of `few`."""
     every = [(label, dict(points)) for label, points in curves]
@@ -87,8 +83,7 @@ STYLE: Final[dict[Any, Any]] = {
     "legend.frameon": False,
 }
 
-HEAD: Final = 0.62
-"""Inches that a title and the line below it take."""
+HEAD: Final = 0.62  # inches that a title and the line below it take
 
 
 def new_figure(height: float, title: str, run: Run, note: str) -> Figure:

@@ -18,25 +18,12 @@ from reference import GOLDEN
 from steps.checks.cases import Case, extreme_case
 from steps.checks.select import ALL_FORMATS
 from steps.contract import Family, Step
-from steps.learn.exercises.advice import (
-    idle_blocks,
-    machine_code_advice,
-    memory_traffic,
-    refused,
-)
+from steps.learn.exercises.advice import idle_blocks, machine_code_advice, memory_traffic, refused
 from steps.learn.exercises.diagnose import TELLING, diagnose
 from steps.learn.exercises.load import Unloadable, load
 from steps.learn.exercises.restrictions import few_lines, not_compiled
 from steps.learn.exercises.text import Exercise, solutions
-from steps.learn.exercises.trial import (
-    Diagnosis,
-    Endless,
-    Fault,
-    File,
-    Subject,
-    Trial,
-    attempt,
-)
+from steps.learn.exercises.trial import Diagnosis, Endless, Fault, File, Subject, Trial, attempt
 
 GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
 CASES: Final = (
@@ -61,9 +48,7 @@ and large tiles: for the steps with rings, on one SM, which then has all of the 
 DEEPEST: Final = Case((1, 3, 4256), "integer", 9, 1)
 """More of K than the rings of all warps, where each has one of its own."""
 
-OTHERS: Final = Case((2, 3, 64), "integer", 6)
-"""Of each other format, after its golden case."""
-
+OTHERS: Final = Case((2, 3, 64), "integer", 6)  # of each other format, after its golden case
 MOST_PRODUCTS: Final = 1 << 17
 """Of a problem whose K is rounded up to a block of 256: larger ones are left out."""
 
@@ -153,9 +138,7 @@ def count(step: Step, asked: Asked) -> int:
 
 
 def check(
-    exercise: Exercise,
-    report: Callable[[str], None] = lambda _: None,
-    asked: Asked = Asked(),
+    exercise: Exercise, report: Callable[[str], None] = lambda _: None, asked: Asked = Asked()
 ) -> Report:
     """The whole check; report: is told of each problem before it is tried."""
     with few_lines():

@@ -26,17 +26,14 @@ ONE_BLOCK: Final = Case((3, 5, 32), "integer", 1)
 WIDE: Final = Case((32, 80, 64), "integer", 1)
 """With more rows than a tile of 64: what is out of range there is in range in small problems."""
 
-LARGEST: Final = Case((4, 4, 32), "extreme")
-"""One block of K with the largest sums."""
-
+LARGEST: Final = Case((4, 4, 32), "extreme")  # one block of K with the largest sums
 RUN_OVER: Final = 1 << 16
 """A sum that runs over the bits it has is off by a multiple of this, or of more."""
 
 FEW: Final = 12  # wrong outputs, up to which each is sought among the right values of others
 NEAR: Final = 1e-2  # relative: such an error is one of rounding
 
-Again = Callable[[Case], Trial]
-"""The same step, family and format on another problem."""
+Again = Callable[[Case], Trial]  # the same step, family and format on another problem
 
 
 def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Again) -> Diagnosis:

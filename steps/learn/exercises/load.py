@@ -12,8 +12,7 @@ from typing import Final
 from steps.contract import Step
 from steps.learn.exercises.trial import limit, line_of
 
-PATIENCE: Final = 10.0
-"""Seconds after which an import is taken to run for ever."""
+PATIENCE: Final = 10.0  # seconds after which an import is taken to run for ever
 
 
 class Unloadable(Exception):

@@ -49,8 +49,7 @@ _TABLE: Final = (
     ),
 )
 
-PRINTED: Final = 12
-"""Lines that kernels print, of which more are only counted."""
+PRINTED: Final = 12  # lines that kernels print, of which more are only counted
 
 
 def not_compiled(text: str, rows: Sequence[int], path: Path) -> Diagnosis | None:

@@ -39,9 +39,7 @@ PATIENCE: Final = 5.0
 """Seconds of processor time after which a trial of one tile is taken to run for ever; of more, see
 `patience`."""
 
-PRODUCTS: Final = 200_000
-"""Of whole tiles, that the simulator is sure to do in a second."""
-
+PRODUCTS: Final = 200_000  # of whole tiles, that the simulator is sure to do in a second
 _WHERE: Final = re.compile(
     r"(?P<what>.*) \[block \((?P<block>[^)]*)\), thread \((?P<thread>[^)]*)\), .*\]", re.DOTALL
 )

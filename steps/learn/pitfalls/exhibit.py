@@ -29,9 +29,7 @@ from steps.simulator.launch import (
 )
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Multiply = Callable[[Array, Q81], Array]
-"""(blocks[N, K/32], activations) -> C float32[M, N]."""
-
+Multiply = Callable[[Array, Q81], Array]  # (blocks[N, K/32], activations) -> C float32[M, N]
 TILE: Final = 4  # a block of threads covers TILE x TILE outputs
 SHAPE: Final = (5, 7, 96)  # ragged against TILE, three K blocks, all three sizes different
 
