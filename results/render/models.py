@@ -1,9 +1,9 @@
 """Tables of whole models: one of transformers, the decoder's, how near a real one stays; of layers.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
-same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code that
-is in git history (commit a939d511: results/measure/transformers_llama.py). So do gradients.json and
-experts.json, of single layers (`results.measure.gradients` and `.experts`).
+same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code
+that is in git history (commit a939d511: results/measure/transformers_llama.py). So do
+gradients.json and experts.json, of single layers (`results.measure.gradients` and `.experts`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Cases may share `Weights`: packed once, and float64 once. `steps.checks.fuzz_wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -104,8 +104,7 @@ def complaints(case: FuzzCase, machine: Machine, weights: Weights | None = None)
     c = np.array(multiply(prepared, machine))
     require_unchanged(prepared, machine, step, a, kept)
     used = operands(prepared, machine)
-    answers = _answers(case, problem, used, weights.products)
-    found = _wrong_rows(case, step, problem, c, used, answers, weights.products)
+    found = Judged(case, problem, c, used, weights.products).wrong_rows()
     for again in _again(case, a, weights, machine):
         x, y = _floats(again), _floats(c)
         if not np.array_equal(x, y, equal_nan=True):
@@ -175,148 +174,133 @@ def _refusals(
 # --- the rows of C --------------------------------------------------------------------------------
 
 
-def _answers(case: FuzzCase, problem: Problem, used: Any, products: Products) -> Answers | None:
-    """What rows of finite kinds should be, one after the other; None where there is none."""
-    finite = np.flatnonzero(~np.isin(_kinds(case), SPOILED))
-    if not finite.size:
-        return None
-    return products.answers(None if used is None else used.rows(finite), problem.a[finite])
-
-
 def _kinds(case: FuzzCase) -> np.ndarray:
     """The kind of each row."""
     return np.resize(case.kinds, case.m)
 
 
-def _wrong_rows(
-    case: FuzzCase,
-    step: Kernel,
-    problem: Problem,
-    c: np.ndarray,
-    used: Any,
-    answers: Answers | None,
-    products: Products,
-) -> list[str]:
-    found: list[str] = []
-    kinds = _kinds(case)
-    finite = np.flatnonzero(~np.isin(kinds, SPOILED))
-    for kind in sorted(set(kinds)):
-        rows = np.flatnonzero(kinds == kind)
-        if kind in SPOILED:
-            part = _floats(c[rows])
-            wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
-            if wrong.any():
-                m, n = (int(i) for i in np.argwhere(wrong)[0])
-                found.append(
-                    f"{np.count_nonzero(wrong)} of {part.size} outputs of rows with {kind} hide "
-                    f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
-                )
-        elif answers is not None:
-            wanted = answers.rows(np.searchsorted(finite, rows))
-            found += _wrong_kind(case, step, problem, c, used, rows, wanted, products)
-    return found
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The product of a case: its problem, C, the activations that the kernel multiplied, None where
+    these were float32 A, and the products with its weights."""
 
+    case: FuzzCase
+    problem: Problem
+    c: np.ndarray
+    used: Any
+    products: Products
 
-def _wrong_kind(
-    case: FuzzCase,
-    step: Kernel,
-    problem: Problem,
-    c: np.ndarray,
-    used: Any,
-    rows: np.ndarray,
-    answers: Answers,
-    products: Products,
-) -> list[str]:
-    """What is wrong with rows of one finite kind."""
-    kind, part = case.kind_of(int(rows[0])), _floats(c[rows])
-    finite_sums: np.ndarray = answers.most < LARGEST[case.c] / 8
-    if (wrong := finite_sums & ~np.isfinite(part)).any():
-        m, n = (int(i) for i in np.argwhere(wrong)[0])
+    def wrong_rows(self) -> list[str]:
+        """What is wrong with rows of each kind."""
+        found: list[str] = []
+        kinds, used, answers = _kinds(self.case), self.used, None
+        finite = np.flatnonzero(~np.isin(kinds, SPOILED))
+        if finite.size:
+            rows_used = None if used is None else used.rows(finite)
+            answers = self.products.answers(rows_used, self.problem.a[finite])
+        for kind in sorted(set(kinds)):
+            rows = np.flatnonzero(kinds == kind)
+            if kind in SPOILED:
+                part = _floats(self.c[rows])
+                wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
+                if wrong.any():
+                    m, n = (int(i) for i in np.argwhere(wrong)[0])
+                    found.append(
+                        f"{np.count_nonzero(wrong)} of {part.size} outputs of rows with {kind} "
+                        f"hide it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
+                    )
+            elif answers is not None:
+                found += self._wrong_kind(rows, answers.rows(np.searchsorted(finite, rows)))
+        return found
+
+    def _wrong_kind(self, rows: np.ndarray, answers: Answers) -> list[str]:
+        """What is wrong with rows of one finite kind."""
+        case, problem = self.case, self.problem
+        kind, part = case.kind_of(int(rows[0])), _floats(self.c[rows])
+        finite_sums: np.ndarray = answers.most < LARGEST[case.c] / 8
+        if (wrong := finite_sums & ~np.isfinite(part)).any():
+            m, n = (int(i) for i in np.argwhere(wrong)[0])
+            return [
+                f"{np.count_nonzero(wrong)} of {part.size} outputs of {kind} rows are not finite, "
+                f"the first at ({rows[m]}, {n}): got {part[m, n]}, expected "
+                f"{answers.wanted[m, n]:.9g}"
+            ]
+        kept = np.all(finite_sums, axis=1)
+        rows, part, answers = rows[kept], part[kept], answers.rows(kept)
+        if not rows.size:
+            return []
+        a = problem.a[rows]
+        x = a.astype(np.float64)
+        largest = np.abs(x).max(axis=1)
+        if (largest[largest > 0] < LEAST).any():
+            if (np.abs(part) > 2 * answers.most + LEAST).any():
+                most = f"{np.abs(part).max():.3g}"
+                return [f"{kind} rows have outputs of {most}, larger than their sums"]
+            return []
+        own = problem
+        if not case.as_drawn or not kept.all():
+            data = "integer" if case.as_drawn and case.data == "integer" else "normal"
+            own = GivenProblem(a, problem.blocks, problem.input, data)
+        reference = Reference(own, part.size, multiply=lambda _: (answers.same, answers.size))
+        used = None if self.used is None else self.used.rows(rows)
+        verdict = check(self.c[rows], own, case.family, used, reference=reference)
+        # Each output has its bound. What all of them come to is judged by roundings that fall at
+        # random: not where the steps of C are coarse, nor where terms are alike, and so rounded,
+        # nor where all outputs of a token are one.
+        coarse = np.mean(answers.wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2
+        alike = kind == "ones" or case.weights == "most"
+        right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
+        found = [] if right else [f"{kind} rows are {verdict.verdict}"]
+        return found + self._far_off(x, answers, rows)
+
+    def _far_off(self, x: np.ndarray, answers: Answers, rows: np.ndarray) -> list[str]:
+        """Whether the product of the operands, which `check` takes as they are, is further from
+        x @ weights than it may be: by what the pass over A has lost."""
+        case, step, products = self.case, self.case.kernel, self.products
+        wanted, energy, blocks = answers.wanted, answers.energy, products.blocks
+        allowed = ERRORS[step.accuracy]
+        exact_a8 = case.family == "A8" and step.accuracy == "exact"
+        if exact_a8:
+            allowed = A8_ERROR
+        elif case.family == "A16":
+            allowed += 4 * ROUNDED[case.a] ** 2
+        permitted = allowed * energy
+        if step.accuracy != "exact":  # int8, whose step follows the largest |a| of a token
+            permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * products.squares
+        if _in_blocks(case, step):
+            permitted += LEAST_IN_BLOCKS**2 * products.squares
+        few = 1 + 30 / (1 if case.weights == "most" else wanted.shape[1])  # columns are all alike
+        error = ((answers.same - wanted) ** 2).sum(axis=1)
+        most = few * permitted.sum(axis=1) + 2.0**-50
+        if (error <= most).all():
+            return []
+        # What else may be lost takes longer to find out.
+        if exact_a8:  # a block's step follows its largest value
+            steps = np.abs(x).reshape(len(x), -1, BLOCK).max(axis=2) / 127
+            squares = (products.weights**2).reshape(-1, steps.shape[1], BLOCK).sum(axis=(0, 2))
+            most += few / 12 * (steps**2 @ squares)
+        if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima
+            # become float16, which costs 2^-11 of what each multiplies
+            parts = _groups(x, blocks)
+            most += few * 2.0**-22 * sum((p**2 + q**2).sum(axis=1) for p, q in parts)
+        ones = case.kind_of(int(rows[0])) == "ones"
+        if case.family == "A16" and (ones or case.weights == "most"):
+            # terms are alike, and so are their roundings: by as much as a factor's, of all of the
+            # sum
+            unit = max(ROUNDED["float16"], ROUNDED[case.a])
+            most += ((unit * answers.most) ** 2).sum(axis=1)
+        if _in_blocks(case, step) and ones:
+            # its blocks' scales and sums are rounded alike
+            sums = [abs(sum(part)) for part in zip(*_groups(x, blocks), strict=True)]
+            most += few * 2.0**-22 * (np.sum(sums, axis=0) ** 2).sum(axis=1)
+        if (error <= most).all():
+            return []
+        m = int(np.argmax(error / most))
+        whole = max(energy[m].sum(), 1e-300)
         return [
-            f"{np.count_nonzero(wrong)} of {part.size} outputs of {kind} rows are not finite, the "
-            f"first at ({rows[m]}, {n}): got {part[m, n]}, expected {answers.wanted[m, n]:.9g}"
+            f"row {rows[m]} ({case.kind_of(int(rows[m]))}) is off by {error[m] / whole:.2g} of "
+            f"sum a^2 w^2, and {most[m] / whole:.2g} is allowed"
         ]
-    kept = np.all(finite_sums, axis=1)
-    rows, part, answers = rows[kept], part[kept], answers.rows(kept)
-    if not rows.size:
-        return []
-    a = problem.a[rows]
-    x = a.astype(np.float64)
-    largest = np.abs(x).max(axis=1)
-    if (largest[largest > 0] < LEAST).any():
-        if (np.abs(part) > 2 * answers.most + LEAST).any():
-            return [f"{kind} rows have outputs of {np.abs(part).max():.3g}, larger than their sums"]
-        return []
-    own = problem
-    if not case.as_drawn or not kept.all():
-        data = "integer" if case.as_drawn and case.data == "integer" else "normal"
-        own = GivenProblem(a, problem.blocks, problem.input, data)
-    reference = Reference(own, part.size, multiply=lambda _: (answers.same, answers.size))
-    verdict = check(
-        c[rows], own, case.family, None if used is None else used.rows(rows), reference=reference
-    )
-    # Each output has its bound. What all of them come to is judged by roundings that fall at
-    # random: not where the steps of C are coarse, nor where terms are alike, and so rounded, nor
-    # where all outputs of a token are one.
-    coarse = np.mean(answers.wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2
-    alike = kind == "ones" or case.weights == "most"
-    right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
-    found = [] if right else [f"{kind} rows are {verdict.verdict}"]
-    return found + _far_off(case, step, products, x, answers, rows)
-
-
-def _far_off(
-    case: FuzzCase,
-    step: Kernel,
-    products: Products,
-    x: np.ndarray,
-    answers: Answers,
-    rows: np.ndarray,
-) -> list[str]:
-    """Whether the product of the operands, which `check` takes as they are, is further from
-    x @ weights than it may be: by what the pass over A has lost."""
-    wanted, energy, blocks = answers.wanted, answers.energy, products.blocks
-    allowed = ERRORS[step.accuracy]
-    if case.family == "A8" and step.accuracy == "exact":
-        allowed = A8_ERROR
-    elif case.family == "A16":
-        allowed += 4 * ROUNDED[case.a] ** 2
-    permitted = allowed * energy
-    if step.accuracy != "exact":  # int8, whose step follows the largest |a| of a token
-        permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * products.squares
-    if _in_blocks(case, step):
-        permitted += LEAST_IN_BLOCKS**2 * products.squares
-    few = 1 + 30 / (1 if case.weights == "most" else wanted.shape[1])  # its columns are all alike
-    error = ((answers.same - wanted) ** 2).sum(axis=1)
-    most = few * permitted.sum(axis=1) + 2.0**-50
-    if (error <= most).all():
-        return []
-    # What else may be lost takes longer to find out.
-    if case.family == "A8" and step.accuracy == "exact":  # a block's step follows its largest value
-        steps = np.abs(x).reshape(len(x), -1, BLOCK).max(axis=2) / 127
-        squares = (products.weights**2).reshape(-1, steps.shape[1], BLOCK).sum(axis=(0, 2))
-        most += few / 12 * (steps**2 @ squares)
-    if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima become
-        # float16, which costs 2^-11 of what each multiplies
-        parts = _groups(x, blocks)
-        most += few * 2.0**-22 * sum((one**2 + other**2).sum(axis=1) for one, other in parts)
-    ones = case.kind_of(int(rows[0])) == "ones"
-    if case.family == "A16" and (ones or case.weights == "most"):
-        # terms are alike, and so are their roundings: by as much as a factor's, of all of the sum
-        unit = max(ROUNDED["float16"], ROUNDED[case.a])
-        most += ((unit * answers.most) ** 2).sum(axis=1)
-    if _in_blocks(case, step) and ones:
-        # its blocks' scales and sums are rounded alike
-        sums = [abs(sum(part)) for part in zip(*_groups(x, blocks), strict=True)]
-        most += few * 2.0**-22 * (np.sum(sums, axis=0) ** 2).sum(axis=1)
-    if (error <= most).all():
-        return []
-    m = int(np.argmax(error / most))
-    whole = max(energy[m].sum(), 1e-300)
-    return [
-        f"row {rows[m]} ({case.kind_of(int(rows[m]))}) is off by {error[m] / whole:.2g} of "
-        f"sum a^2 w^2, and {most[m] / whole:.2g} is allowed"
-    ]
 
 
 def _groups(x: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
