@@ -8,13 +8,12 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from qformats import WEIGHT_FORMATS
 from results.measure.bench import wanted_in
-from results.measure.loop import Timing, ratio, round_robin
+from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
 from results.render import table
@@ -225,54 +224,40 @@ def _show_times(args: Namespace, step: Step, reference: Step) -> None:
     for family in step.families:
         works = Work(step, family, name), Work(reference, family, name)
         try:
-            found = beside(*works, size, gpu, stopwatch, BUDGET)
+            ours, theirs = beside(*works, size, gpu, stopwatch, BUDGET)
         except ValueError as error:
             print(f"not timed: {works[0].scheme} {name}: {error}", file=sys.stderr)
             continue
-        print(time_line(works[0].scheme, name, size, found))
+        print(time_line(works[0], size, ours, theirs))
 
 
-def time_line(scheme: str, name: str, size: Size, found: Beside) -> str:
-    """ "W4A16 q4_0 512x4096x4096: yours 19673 us, the step 19650 us: 1.00x its speed"."""
+def time_line(work: Work, size: Size, ours: Contestant, theirs: Contestant) -> str:
+    """ "W4A16 q4_0 512x4096x4096: yours 19673 us, the step 19650 us: 1.00x its speed", of the
+    kernels alone: the speed is the median over the rounds, above 1 where ours is faster."""
     return (
-        f"{scheme} {name} {shape_text(size)}: yours {found.ours.us:.4g} us, the step "
-        f"{found.theirs.us:.4g} us: {found.ratio:.2f}x its speed"
+        f"{work.scheme} {work.format} {shape_text(size)}: yours {ours.timing.us:.4g} us, the step "
+        f"{theirs.timing.us:.4g} us: {ratio(theirs.times, ours.times):.2f}x its speed"
     )
-
-
-# --- a file beside its step -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The times of the two kernels alone; `ratio` is the median over the rounds of theirs over
-    ours: above 1 ours is faster."""
-
-    ours: Timing
-    theirs: Timing
-    ratio: float
 
 
 def beside(
     ours: Work, theirs: Work, size: Size, machine: Any, stopwatch: Stopwatch, budget: Budget
-) -> Beside:
-    """Time both at one shape, on the same weights and activations.
+) -> list[Contestant]:
+    """Both timed at one shape, on the same weights and activations.
 
     ValueError, with the sentence of the check, where one of them is wrong at this shape, or where
     the machine has not what it takes.
     """
     m, n, k = size
     shared = Shared(Data(m, n, k), m, machine, stopwatch)
-    products = [
-        Product(wanted_in(one, size, "float32").row(), one, shared) for one in (ours, theirs)
-    ]
-    for product in products:
+    timed = []
+    for work in (ours, theirs):
+        product = Product(wanted_in(work, size, "float32").row(), work, shared)
         product.first_run()
         found = product.check()
         if not found.ok:
             raise ValueError(f"M={m} N={n} K={k}: {found.verdict}")
         product.enter(budget)
-    contestants = [each for product in products if (each := product.kernel) is not None]
-    round_robin(stopwatch, contestants, budget)
-    first, second = contestants
-    return Beside(first.timing, second.timing, ratio(second.times, first.times))
+        timed += [product.kernel] if product.kernel else []
+    round_robin(stopwatch, timed, budget)
+    return timed

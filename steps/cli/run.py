@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from results.measure import bench as benching
@@ -32,31 +33,53 @@ from steps.cli.arguments import (
 from steps.cli.gguf_weights import FileWeights
 from steps.compile.dry_run import Recipe
 from steps.compile.parallel_compile import compile_ahead
-from steps.contract import Family, Size, Step, Work
+from steps.contract import Size, Step, Work
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks for, and where it runs: `why_not` says why that is no GPU. weights:
+    those of a file, if they are not drawn."""
+
+    args: Namespace
+    steps: Sequence[Step]
+    name: str
+    machine: MachineOf
+    why_not: str | None
+    weights: FileWeights | None
+    cc: tuple[int, int] | None
+    works: tuple[Work, ...]
+
+    @classmethod
+    def on(cls, where: tuple[str, MachineOf, str | None], args: Namespace) -> Asked:
+        """UsageError for what no step can do there."""
+        name, machine, why_not = where
+        steps = steps_of(args.steps)
+        weights = gguf_weights.of(args, steps, why_not is not None)
+        formats = formats_of(args.format) if weights is None else (weights.tensor.type,)
+        cc = None if why_not is not None else machine(0).cc
+        works = select(steps, formats, args.scheme, cc, args.dtype)
+        return cls(args, steps, name, machine, why_not, weights, cc, works)
+
+
 def run(args: Namespace) -> int:
     """Checks, then measures where there is a GPU; 1 if anything is wrong."""
-    steps = steps_of(args.steps)
-    name, machine, why_not = where = machines("auto")
-    if why_not is not None:
-        return _checked_only(args, steps, where, quick=True)
-    weights = gguf_weights.of(args, steps, False)
-    cc = machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc, args.dtype)
-    at = problems(args, works, weights, cc, every_home=len(steps) == 1)
+    asked = Asked.on(machines("auto"), args)
+    if asked.why_not is not None:
+        return _checked_only(asked, quick=True)
     wanted = [
-        one for shape, own in at.items() for one in benching.wanted_at(own, shape, args.dtype)
+        one
+        for shape, own in problems(asked).items()
+        for one in benching.wanted_at(own, shape, args.dtype)
     ]
-    every = with_parents(works, cc, args.dtype)
-    ahead = [one.launched for one in wanted]
-    outcomes = checked(every, machine, False, args, weights, ahead=ahead)
+    every = with_parents(asked.works, asked.cc, args.dtype)
+    outcomes = checked(asked, every, ahead=[one.launched for one in wanted])
     measured = Run(env=Environment())
     if outcomes.broken is None:
-        measured = _measured(wanted, outcomes, args, weights)
-    tell(args, steps, name, outcomes, measured.rows, weights)
+        measured = _measured(wanted, outcomes, asked)
+    tell(asked, outcomes, measured.rows)
     if args.command == "ladder" and not args.json and (path := _chart(measured)):
         print(f"the ladder as a chart: {path}")
     return 0 if outcomes.ok and all(row.status != "failed" for row in measured.rows) else 1
@@ -66,25 +89,13 @@ def check(args: Namespace) -> int:
     """The checks alone; 1 if anything is wrong."""
     if args.file is not None:
         return exercises.check(args)
-    return _checked_only(args, steps_of(args.steps), machines(args.machine), quick=args.quick)
+    return _checked_only(Asked.on(machines(args.machine), args), quick=args.quick)
 
 
-def _checked_only(
-    args: Namespace, steps: Sequence[Step], where: tuple[str, MachineOf, str | None], *, quick: bool
-) -> int:
-    name, machine, why_not = where
-    simulated = why_not is not None
-    weights = gguf_weights.of(args, steps, simulated)
-    cc = None if simulated else machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc, args.dtype)
-    outcomes = checked(works, machine, simulated, args, weights, quick=quick)
-    tell(args, steps, name, outcomes, (), weights, why_not)
+def _checked_only(asked: Asked, quick: bool) -> int:
+    outcomes = checked(asked, asked.works, quick=quick)
+    tell(asked, outcomes, ())
     return 0 if outcomes.ok else 1
-
-
-def _formats(args: Namespace, weights: FileWeights | None) -> tuple[str, ...]:
-    """Those asked for; of a file's tensor its own."""
-    return formats_of(args.format) if weights is None else (weights.tensor.type,)
 
 
 def remark(sentence: str) -> None:
@@ -96,18 +107,12 @@ def remark(sentence: str) -> None:
 
 
 def checked(
-    works: Sequence[Work],
-    machine: MachineOf,
-    simulated: bool,
-    args: Namespace,
-    weights: FileWeights | None,
-    *,
-    quick: bool = False,
-    ahead: Sequence[Recipe] = (),
+    asked: Asked, works: Sequence[Work], quick: bool = False, ahead: Sequence[Recipe] = ()
 ) -> Outcomes:
     """The checks of works. ahead: what is launched afterwards, compiled with them on a GPU."""
+    args, weights, simulated = asked.args, asked.weights, asked.why_not is not None
     only_checked = simulated or args.command == "check"
-    asked = shape_of(args, exercises.SMALL) if only_checked and is_shape_asked(args) else None
+    shape = shape_of(args, exercises.SMALL) if only_checked and is_shape_asked(args) else None
     order = getattr(args, "order", None)
 
     def cases_of(work: Work) -> tuple[Case, ...]:
@@ -118,7 +123,7 @@ def checked(
             simulated=simulated,
             quick=quick,
             small=getattr(args, "small", False),
-            shape=asked,
+            shape=shape,
             distribution=args.dist,
             seed=args.seed,
             order=order,
@@ -129,51 +134,36 @@ def checked(
     if not simulated:
         every = [(w, one.shape) for w in works for one in cases_of(w)]
         wanted = [benching.wanted_in(w, at, w.output(args.dtype)).launched for w, at in every]
-        compile_ahead((*wanted, *ahead), machine(0), remark)
+        compile_ahead((*wanted, *ahead), asked.machine(0), remark)
     problem_of = weights.of_input if weights else None
     with table.progress(len(works)) as progress:
-        return check_works(works, cases_of, machine, progress, problem_of, args.dtype)
-
-
-def wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
-    """Why works must not be timed: (step, family, format) -> the first sentence."""
-    return {
-        (o.work.step.number, o.work.family, o.work.format): o.failures[0]
-        for o in outcomes.each
-        if not o.ok
-    }
+        return check_works(works, cases_of, asked.machine, progress, problem_of, args.dtype)
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def problems(
-    args: Namespace,
-    works: Sequence[Work],
-    weights: FileWeights | None,
-    cc: tuple[int, int] | None,
-    *,
-    every_home: bool,
-) -> dict[Size, tuple[Work, ...]]:
+def problems(asked: Asked) -> dict[Size, tuple[Work, ...]]:
     """The shapes to measure at, and what is measured there: the works at home, and their parents.
-
-    every_home: at all home shapes of a step, and not only at the one that charts show.
-    """
-    at: dict[Size, list[Work]] = {}
-    for work in works:
-        homes = (weights.problem.shape,) if weights else home_shapes_of(args, work.step)
-        for shape in homes if every_home else homes[:1]:
+    A single step is measured at all of its home shapes, others at the one that charts show."""
+    args, at = asked.args, dict[Size, list[Work]]()
+    for work in asked.works:
+        homes = (asked.weights.problem.shape,) if asked.weights else home_shapes_of(args, work.step)
+        for shape in homes if len(asked.steps) == 1 else homes[:1]:
             at.setdefault(shape, []).append(work)
-    return {shape: with_parents(own, cc, args.dtype) for shape, own in at.items()}
+    return {shape: with_parents(own, asked.cc, args.dtype) for shape, own in at.items()}
 
 
-def _measured(
-    wanted: Sequence[Wanted], outcomes: Outcomes, args: Namespace, weights: FileWeights | None
-) -> Run:
+def _measured(wanted: Sequence[Wanted], outcomes: Outcomes, asked: Asked) -> Run:
     """The rows, with ratios, and cuBLAS beside them. A CUDA error ends it and is noted in
     `outcomes`."""
-    env = environment()
+    env, args = environment(), asked.args
     measuring = benching.Bench.here(benching.RUN_BUDGET, remark)
+    wrong = {
+        (o.work.step.number, o.work.family, o.work.format): o.failures[0]
+        for o in outcomes.each
+        if not o.ok
+    }
     rows: list[Row] = []
     peers: list[Peer] = []
     try:
@@ -183,8 +173,8 @@ def _measured(
                 benching.in_loops(wanted),
                 distribution="normal" if args.dist in (None, "golden") else args.dist,
                 seed=args.seed,
-                wrong=wrong(outcomes),
-                given=weights.problem if weights else None,
+                wrong=wrong,
+                given=asked.weights.problem if asked.weights else None,
                 report=progress,
             ):
                 rows += found
@@ -200,26 +190,19 @@ def _measured(
 # --- telling --------------------------------------------------------------------------------------
 
 
-def tell(
-    args: Namespace,
-    steps: Sequence[Step],
-    name: str,
-    outcomes: Outcomes,
-    rows: Sequence[Row],
-    weights: FileWeights | None,
-    why_not: str | None = None,
-) -> None:
+def tell(asked: Asked, outcomes: Outcomes, rows: Sequence[Row]) -> None:
     """Prints what came out: folded for several steps, a line for each format of a single step, of a
     failed one, and where --long asks for it. What was wrong goes to stderr."""
+    args, weights = asked.args, asked.weights
     if args.json:
         tensor = weights.as_json() if weights else None
-        print(report.as_json(name, outcomes, rows, tensor))
+        print(report.as_json(asked.name, outcomes, rows, tensor))
         return
-    title = _title(args, name, rows, weights, why_not)
+    title = _title(asked, rows)
     notes = gguf_weights.NOTES if weights else ()
-    asked = {step.number for step in steps}
-    if len(steps) == 1 or args.long:
-        table.show(report.run_table(title, outcomes.each, rows, asked, notes))
+    if len(asked.steps) == 1 or args.long:
+        named = {step.number for step in asked.steps}
+        table.show(report.run_table(title, outcomes.each, rows, named, notes))
     else:
         table.show(report.folded(title, outcomes.each, rows, notes))
         if bad := report.failed(outcomes.each, rows):
@@ -231,21 +214,17 @@ def tell(
         remark(sentence)
 
 
-def _title(
-    args: Namespace,
-    name: str,
-    rows: Sequence[Row],
-    weights: FileWeights | None,
-    why_not: str | None,
-) -> str:
-    dtype = f", C in {args.dtype}" if args.dtype else ""
-    if why_not is not None:
+def _title(asked: Asked, rows: Sequence[Row]) -> str:
+    weights = asked.weights
+    dtype = f", C in {asked.args.dtype}" if asked.args.dtype else ""
+    if asked.why_not is not None:
         what = f"{gguf_weights.PART} {weights}" if weights else SIMULATED
-        return f"No GPU ({why_not}): {what}{dtype}."
+        return f"No GPU ({asked.why_not}): {what}{dtype}."
     if not rows:
-        return f"{name}: checked, not timed{dtype}" + (f", {weights}" if weights else "")
-    where = "at the shape asked for" if is_shape_asked(args) else "each step at its home shape"
-    return f"{name}, {weights or where}{dtype}"
+        return f"{asked.name}: checked, not timed{dtype}" + (f", {weights}" if weights else "")
+    at_home = "each step at its home shape"
+    where = "at the shape asked for" if is_shape_asked(asked.args) else at_home
+    return f"{asked.name}, {weights or where}{dtype}"
 
 
 def _chart(run: Run) -> Path | None:

@@ -175,11 +175,10 @@ def test_two_kernels_take_turns() -> None:
     seconds = {"w4a16_mine": 1e-3, "w4a16_naive": 2e-3}
     watch = FakeStopwatch(lambda launch: seconds[launch.kernel.__name__])
     budget = Budget(warm_seconds=0.0, seconds=0.05, min_rounds=3)
-    found = beside(own, Work(STEP, "A16", "q4_0"), (3, 5, 64), Simulator(), watch, budget)
-    assert found.ours.us == pytest.approx(1000)
-    assert found.theirs.us == pytest.approx(2000)
-    assert found.ratio == pytest.approx(2)
-    said = exercises.time_line("W4A16", "q4_0", (3, 5, 64), found)
+    ours, theirs = beside(own, Work(STEP, "A16", "q4_0"), (3, 5, 64), Simulator(), watch, budget)
+    assert ours.timing.us == pytest.approx(1000)
+    assert theirs.timing.us == pytest.approx(2000)
+    said = exercises.time_line(own, (3, 5, 64), ours, theirs)
     assert said == "W4A16 q4_0 3x5x64: yours 1000 us, the step 2000 us: 2.00x its speed"
 
 
