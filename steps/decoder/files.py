@@ -10,7 +10,7 @@ they are read, so that `operations.rotary` knows one order.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,25 +23,33 @@ from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
 from steps.decoder import keys, rotary
 from steps.decoder.text.vocabulary import SPACE, Vocabulary
+from steps.kernels.experts import few
 from steps.registry import kernels
 
 TAKEN: Final = tuple(name for name in FORMATS if any(name in one.formats for one in kernels()))
 """Types of matrices that the kernels multiply."""
+OF_EXPERTS: Final = tuple(name for name in TAKEN if name in few.KERNEL.formats)
+"""And of experts."""
 
 
 class Architecture(NamedTuple):
-    """pairs: ggml's name for the order of rotary pairs. head_norms: whether heads are normed."""
+    """pairs: ggml's name for the order of rotary pairs. head_norms: whether heads are normed.
+    experts: None where all tokens have the same products; "normed" where the weights of a token's
+    experts add up to 1, "shared" where they do not, and all tokens have another expert."""
 
     pairs: str
     head_norms: bool = False
+    experts: str | None = None
 
 
 ARCHITECTURES: Final = {
     "llama": Architecture("normal"),
     "qwen2": Architecture("neox"),
+    "qwen2moe": Architecture("neox", experts="shared"),
     "qwen3": Architecture("neox", head_norms=True),
+    "qwen3moe": Architecture("neox", head_norms=True, experts="normed"),
 }
-"""Those that are read, all of them dense. Where a file has biases, they are added."""
+"""Those that are read. Where a file has biases, they are added."""
 
 TINY: Final = {
     "block_count": 2,
@@ -53,7 +61,16 @@ TINY: Final = {
 }
 """A small llama with all features: heads of 32 values, four queries to a key."""
 SYLLABLES: Final = "th he in er an re on at en st the and ion ent hat that"
+TINY_EXPERTS: Final = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 128,
+    "expert_shared_feed_forward_length": 64,
+}
+"""And with experts."""
 WORDS: Final = 288
+ROUTER: Final = 0.1
+"""Root mean square of a router's weights."""
 SUCCESSOR_LOGIT: Final = 1.5
 """By how much the logit of one successor of each token stands out in `write_tiny`: so much that the
 best two logits are seldom closer than the error of activations rounded to 8 bits."""
@@ -70,8 +87,12 @@ class Model:
         self.tensors, self._read = tensors(path), set[str]()
         self.keys = keys.checked(metadata(path), ARCHITECTURES, path)
         self.architecture: str = self.keys[keys.ARCHITECTURE]
-        if experts := self._key("expert_count"):
-            raise GGUFError(f"{path} has {experts} experts: only dense models are supported")
+        if (experts := self._key("expert_count")) and not self._kind.experts:
+            mixtures = [name for name, one in ARCHITECTURES.items() if one.experts]
+            raise GGUFError(
+                f"{path} has {experts} experts, which no {self.architecture} known here has: those "
+                f"with experts are {', '.join(mixtures)}"
+            )
         table = self.tensor("token_embd.weight").shape
         if len(table) != 2 or not table[0]:
             raise GGUFError(
@@ -83,6 +104,19 @@ class Model:
 
     def _key(self, name: str, default: Any = None) -> Any:
         return self.keys.get(f"{self.architecture}.{name}", default)
+
+    @property
+    def _kind(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+    def needed(self, name: str) -> int:
+        """A key that only models with experts need; GGUFError without it."""
+        found: int | None = self._key(name)
+        if not found:
+            raise GGUFError(
+                f"{self.path} lacks {self.architecture}.{name}: convert the model again"
+            )
+        return found
 
     @cached_property
     def config(self) -> Any:
@@ -99,10 +133,19 @@ class Model:
                 f"and {kv_heads} heads of keys: the last must divide the first, and pairs of "
                 "values are rotated: convert the model again"
             )
+        experts = chosen = 0
+        if self._kind.experts:
+            experts, chosen = self.needed("expert_count"), self._key("expert_used_count")
+            if chosen > experts:
+                raise GGUFError(
+                    f"{self.path} has {experts} experts, and {chosen} of them for a token: convert "
+                    "the model again"
+                )
+        of_hidden = "expert_feed_forward_length" if experts else "feed_forward_length"
         return Config(
             layers=self._key("block_count"),
             width=width,
-            hidden=self._key("feed_forward_length"),
+            hidden=self.needed(of_hidden),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head,
@@ -112,6 +155,8 @@ class Model:
             rotated=rotated,
             scaling=self._scaling(),
             context=self._key("context_length"),
+            experts=experts,
+            chosen=chosen,
         )
 
     def _scaling(self) -> rotary.Scaling:
@@ -162,13 +207,13 @@ class Model:
                 f"not supported ({len(left)} such tensors)"
             )
 
-    def vector(self, name: str, count: int) -> np.ndarray:
-        """float32 [count]; GGUFError where one is no number."""
-        values = np.array(self.tensor(name, (count,)).values(), np.float32)
+    def floats(self, name: str, *shape: int) -> np.ndarray:
+        """float32 [*shape]; GGUFError where one is no number."""
+        values = np.array(self.tensor(name, shape).values(), np.float32)
         if (bad := ~np.isfinite(values)).any():
             raise GGUFError(
                 f"{self.path}: {name} has {bad.sum()} values that are no numbers, such as "
-                f"{values[bad.argmax()]}: get the file again"
+                f"{values.flat[bad.argmax()]}: get the file again"
             )
         return self._with_pairs_together(name, values)
 
@@ -181,7 +226,7 @@ class Model:
         if not any(name in self.tensors for name in names):
             return None
         found = [
-            self.vector(name, n) if name in self.tensors else np.zeros(n, np.float32)
+            self.floats(name, n) if name in self.tensors else np.zeros(n, np.float32)
             for name, n in zip(names, rows, strict=True)
         ]
         if share is not None:
@@ -191,7 +236,7 @@ class Model:
     def _with_pairs_together(self, name: str, rows: np.ndarray) -> np.ndarray:
         """rows of a tensor, those of queries and keys in the "normal" order."""
         of_heads = name.split(".")[-2].startswith(("attn_q", "attn_k"))
-        if not of_heads or ARCHITECTURES[self.architecture].pairs == "normal":
+        if not of_heads or self._kind.pairs == "normal":
             return rows
         head, rotated = self.config.head_dim, self.config.rotated
         order = np.arange(len(rows)).reshape(-1, head)
@@ -216,26 +261,35 @@ class Model:
         """
         found: list[np.ndarray] = []
         for name, n in zip(names, rows, strict=True):
-            tensor = self.tensor(name, (n, k))
-            if tensor.type in TAKEN:
-                array = tensor.array
-            elif requantize == "float32":
-                array = tensor.values()
-            elif requantize and k % BLOCK == 0:
-                array = quantize(np.ascontiguousarray(tensor.values()), requantize)
-            else:
-                _ = tensor.array  # raises what to do with a type that is not read either
-                raise GGUFError(
-                    f"{self.path}: {name} is {tensor.type} and the kernels take "
-                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
-                )
-            array = self._with_pairs_together(name, array)
+            array = self._with_pairs_together(name, self.matrix(name, (n, k), requantize))
             array = array if share is None else share.of(name, array)
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
             else:
                 found.append(array)
         return found
+
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        requantize: str | None,
+        taken: Collection[str] = TAKEN,
+    ) -> np.ndarray:
+        """Blocks of a tensor of this shape, [N, K] or [E, N, K]; float32 with requantize="float32"
+        where its type is not among those `taken`. GGUFError as of `matrices`."""
+        tensor = self.tensor(name, shape)
+        if tensor.type in taken:
+            return tensor.array
+        if requantize == "float32":
+            return tensor.values()
+        if requantize and shape[-1] % BLOCK == 0:
+            return quantize(np.ascontiguousarray(tensor.values()), requantize)
+        _ = tensor.array  # raises what to do with a type that is not read either
+        raise GGUFError(
+            f"{self.path}: {name} is {tensor.type} and the kernels take {', '.join(taken)}: "
+            "--requantize q8_0 quantizes it again"
+        )
 
     @property
     def first(self) -> int:
@@ -302,13 +356,15 @@ def load(
 
     torch = parts.torch
     file = path if isinstance(path, Model) else Model(path)
-    config, do = file.config, operations or PLAIN
+    config, do, kind = file.config, operations or PLAIN, ARCHITECTURES[file.architecture]
     residual_dtype = residual_dtype or torch.float32
     share = None if ranks is None else ranks.share(config, parallel.unit_of(file))
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-    def vector(name: str, count: int = config.width) -> Any:
-        return torch.from_numpy(file.vector(name, count)).to(device, residual_dtype)
+    def floats(name: str, *shape: int) -> Any:
+        return torch.from_numpy(file.floats(name, *shape or (config.width,))).to(
+            device, residual_dtype
+        )
 
     def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
         matrices = file.matrices(names, rows, k, requantize, share)
@@ -319,11 +375,33 @@ def load(
         one = made[0] if len(made) == 1 else parts.Concatenated(made)
         return one if ranks is None else ranks.joined(one, names[0], sum(rows))
 
+    def mixture(at: str) -> Any:
+        size, count = (config.width, config.hidden), config.experts
+        gates, ups, downs = (
+            file.matrix(f"{at}ffn_{one}_exps.weight", (count, *shape), requantize, OF_EXPERTS)
+            for one, shape in zip(
+                ("gate", "up", "down"), (size[::-1], size[::-1], size), strict=True
+            )
+        )
+        shared = None
+        if kind.experts == "shared":
+            inner = file.needed("expert_shared_feed_forward_length")
+            names = [f"{at}ffn_{one}_shexp.weight" for one in ("gate", "up", "down")]
+            shared = (
+                product(names[:2], (inner, inner), config.width),
+                product(names[2:], (config.width,), inner),
+                floats(f"{at}ffn_gate_inp_shexp.weight")[None],
+            )
+        router = floats(f"{at}ffn_gate_inp.weight", count, config.width)
+        normed = kind.experts == "normed"
+        experts = make.experts(gates, ups, downs)
+        return parts.Mixture(router, config.chosen, normed, experts, shared)
+
     def head_norms(at: str) -> Any:
-        if not ARCHITECTURES[file.architecture].head_norms:
+        if not kind.head_norms:
             return None
         of_queries, of_keys = (
-            vector(f"{at}attn_{one}_norm.weight", config.head_dim) for one in "qk"
+            floats(f"{at}attn_{one}_norm.weight", config.head_dim) for one in "qk"
         )
         return of_queries, of_keys, config.epsilon
 
@@ -331,30 +409,32 @@ def load(
     for i in range(config.layers):
         at, width, hidden = f"blk.{i}.", config.width, config.hidden
         qkv = [f"{at}attn_{one}.weight" for one in "qkv"]
-        gate_up = [f"{at}ffn_{one}.weight" for one in ("gate", "up")]
-        layers.append(
-            parts.Layer(
-                vector(f"{at}attn_norm.weight"),
-                product(qkv, (q, kv, kv), width),
-                product([f"{at}attn_output.weight"], (width,), q),
-                vector(f"{at}ffn_norm.weight"),
-                product(gate_up, (hidden, hidden), width),
-                product([f"{at}ffn_down.weight"], (width,), hidden),
-                head_norms(at),
-            )
+        layer = parts.Layer(
+            floats(f"{at}attn_norm.weight"),
+            product(qkv, (q, kv, kv), width),
+            product([f"{at}attn_output.weight"], (width,), q),
+            floats(f"{at}ffn_norm.weight"),
+            head_norms=head_norms(at),
         )
+        if kind.experts:
+            layer.mixture = mixture(at)
+        else:
+            gate_up = [f"{at}ffn_{one}.weight" for one in ("gate", "up")]
+            layer.gate_up = product(gate_up, (hidden, hidden), width)
+            layer.down = product([f"{at}ffn_down.weight"], (width,), hidden)
+        layers.append(layer)
     table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
     rows = table.values() if table.type == "bf16" else table.array
     last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     factors = None
     if "rope_freqs.weight" in file.tensors:
-        factors = file.vector("rope_freqs.weight", config.rotated // 2)
+        factors = file.floats("rope_freqs.weight", config.rotated // 2)
         if not (factors > 0).all():
             raise GGUFError(
                 f"{file.path}: rope_freqs.weight has {factors.min()}, and frequencies are divided "
                 "by it: convert the model again"
             )
-    norm = vector("output_norm.weight")
+    norm = floats("output_norm.weight")
     output = product([last], (config.vocabulary,), config.width, True)
     file.require_all_read()
     return parts.Decoder(
@@ -386,8 +466,9 @@ def write_tiny(
 ) -> Path:
     """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
 
-    A qwen2 has biases at queries, keys and values, a qwen3 norms of queries and keys. changes may
-    be other keys, such as {"rope.scaling.type": "yarn"}. factors: a rope_freqs.weight, float32.
+    A qwen2 has biases at queries, keys and values, a qwen3 norms of queries and keys, and a mixture
+    has `TINY_EXPERTS`. changes may be other keys, such as {"rope.scaling.type": "yarn"}. factors: a
+    rope_freqs.weight, float32.
 
     Its vocabulary is the 256 bytes and some words, `WORDS` in all. words: rows of the embedding, of
     which the last ones then have no names (for transformers, which takes seconds to read many).
@@ -395,8 +476,8 @@ def write_tiny(
     1, in float32. dequantized: the same weights, but in float32. tied: the logits use the
     embedding's matrix.
     """
-    rng = np.random.default_rng(seed)
-    sizes = TINY | changes
+    rng, kind = np.random.default_rng(seed), ARCHITECTURES.get(architecture, Architecture("normal"))
+    sizes = TINY | (TINY_EXPERTS if kind.experts else {}) | changes
     writer = GGUFWriter(path, architecture)
     writer.add_name(f"random, seed {seed}")
     kinds_of_keys = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
@@ -419,15 +500,15 @@ def write_tiny(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
-    def matrix(name: str, n: int, k: int, size: float = 1.0, more: Any = 0.0) -> None:
-        values = rng.standard_normal((n, k), dtype=np.float32) * np.float32(size * k**-0.5)
+    def matrix(name: str, *shape: int, size: float = 1.0, more: Any = 0.0) -> None:
+        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(size * shape[-1] ** -0.5)
         values += more
         blocks = quantize(values, format_name)
         if dequantized:
             writer.add_tensor(name, dequantize(blocks))
             return
-        kind = GGMLQuantizationType[format_name.upper()]
-        writer.add_tensor(name, blocks.view(np.uint8).reshape(n, -1), raw_dtype=kind)
+        raw = blocks.view(np.uint8).reshape(*shape[:-1], -1)
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[format_name.upper()])
 
     def norm(name: str, count: int = width) -> None:
         writer.add_tensor(name, 1 + rng.standard_normal(count, dtype=np.float32) / 8)
@@ -435,35 +516,47 @@ def write_tiny(
     def of_heads(at: str, one: str, heads: int) -> None:
         """Queries, keys or values: matrix, and what else the architecture has."""
         matrix(f"{at}_{one}.weight", heads * head, width)
-        if architecture == "qwen2":
+        if architecture.startswith("qwen2"):
             values = rng.standard_normal(heads * head, dtype=np.float32)
             writer.add_tensor(f"{at}_{one}.bias", values)
-        if architecture == "qwen3" and one != "v":
+        if kind.head_norms and one != "v":
             norm(f"{at}_{one}_norm.weight", head)
+
+    def experts(at: str) -> None:
+        count, inner = sizes["expert_count"], sizes["expert_feed_forward_length"]
+        logits = rng.standard_normal((count, width), dtype=np.float32) * np.float32(ROUTER)
+        writer.add_tensor(f"{at}_gate_inp.weight", logits)
+        matrix(f"{at}_gate_exps.weight", count, inner, width)
+        matrix(f"{at}_up_exps.weight", count, inner, width)
+        matrix(f"{at}_down_exps.weight", count, width, inner, size=2)
+        if kind.experts == "shared":
+            inner = sizes["expert_shared_feed_forward_length"]
+            norm(f"{at}_gate_inp_shexp.weight")
+            matrix(f"{at}_gate_shexp.weight", inner, width)
+            matrix(f"{at}_up_shexp.weight", inner, width)
+            matrix(f"{at}_down_shexp.weight", width, inner, size=2)
 
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     embedding = rng.standard_normal((words, width), dtype=np.float32)
-    matrix("token_embd.weight", words, width, 0.0, embedding)
+    matrix("token_embd.weight", words, width, size=0.0, more=embedding)
     for i in range(sizes["block_count"]):
         norm(f"blk.{i}.attn_norm.weight")
         for one, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True):
             of_heads(f"blk.{i}.attn", one, count)
         matrix(f"blk.{i}.attn_output.weight", width, heads * head)
         norm(f"blk.{i}.ffn_norm.weight")
+        if kind.experts:
+            experts(f"blk.{i}.ffn")
+            continue
         matrix(f"blk.{i}.ffn_gate.weight", hidden, width)
         matrix(f"blk.{i}.ffn_up.weight", hidden, width)
-        matrix(f"blk.{i}.ffn_down.weight", width, hidden, 2)
+        matrix(f"blk.{i}.ffn_down.weight", width, hidden, size=2)
     norm("output_norm.weight")
     if not tied:
         before = embedding[rng.permutation(words)]  # of the token that each one follows
-        matrix(
-            "output.weight",
-            words,
-            width,
-            2,
-            before * np.float32(SUCCESSOR_LOGIT * width**-0.5),
-        )
+        successors = before * np.float32(SUCCESSOR_LOGIT * width**-0.5)
+        matrix("output.weight", words, width, size=2, more=successors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,7 +24,15 @@ from steps.contract import Launch, Machine
 from steps.decoder import operations
 from steps.decoder.deferred import DeferredNorms
 from steps.decoder.operations import PLAIN, Operations
-from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
+from steps.kernels.between import (
+    add_and_norm,
+    argmax,
+    attention,
+    embedding,
+    rotary,
+    router,
+    swiglu,
+)
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.nn import operator as operator
 from steps.product.prepared import Prepared
@@ -87,6 +95,7 @@ class Kernels:
             self.embedding_rows,
             self.rms_norm,
             self.add_and_norm,
+            self.route,
             self.attention,
             self.swiglu,
             self.argmax_of_rows,
@@ -133,6 +142,36 @@ class Kernels:
             return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other)
         self._launch(of_add_and_norm, (h, y, weight, x, *others), epsilon)
         return h, x
+
+    def route(
+        self,
+        h: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        dtype: Any,
+        of_experts: Tensor,
+        chosen: int,
+        normed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In one launch for few tokens; the logits of more are torch's product."""
+        (m, width), experts = h.shape, len(of_experts)
+        x = torch.empty_like(h, dtype=dtype)
+        ids = h.new_empty((m, chosen), dtype=torch.int32)
+        shares = h.new_empty((m, chosen), dtype=torch.float32)
+        takes_all = takes_rows(h, weight, y, x, of_experts, ids.view(torch.float32), shares)
+        if not takes_all or not router.supports(width, experts, chosen):
+            rest = epsilon, dtype, of_experts, chosen, normed
+            return PLAIN.route(h, y, weight, *rest)
+        if m <= router.MOST_TOKENS:
+            residual = torch.empty_like(h)
+            arrays = h, y, weight, of_experts, residual, x, ids, shares
+            self._launch(of_route, arrays, epsilon, normed)
+            return residual, x, ids, shares
+        h, x = self.add_and_norm(h, y, weight, epsilon, dtype)
+        logits = torch.nn.functional.linear(x.to(of_experts.dtype), of_experts)
+        self._launch(of_choice, (logits, ids, shares), normed)
+        return h, x, ids, shares
 
     def attention(
         self,
@@ -219,6 +258,18 @@ def of_add_and_norm(
     epsilon: float, h: Any, y: Any, weight: Any, x: Any, other: Any = None, *, machine: Machine
 ) -> Launch:
     return add_and_norm.launch(h, y, weight, epsilon, x, other)
+
+
+def of_route(
+    epsilon: float, normed: bool, h: Any, y: Any, weight: Any, of_experts: Any, residual: Any,
+    x: Any, ids: Any, shares: Any, *, machine: Machine,
+) -> Launch:  # fmt: skip
+    rest = of_experts, residual, x, ids, shares, normed, machine
+    return router.launch(h, y, weight, epsilon, *rest)
+
+
+def of_choice(normed: bool, logits: Any, ids: Any, shares: Any, *, machine: Machine) -> Launch:
+    return router.choose(logits, ids, shares, normed)
 
 
 def of_attention(

@@ -23,10 +23,13 @@ from steps.compile.dry_run import Recipe
 from steps.decoder import rotary
 from steps.decoder.operations import PLAIN, Operations
 from steps.driver.machines import Gpu
+from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.parts.activations.layouts import GATED
 from steps.nn import operator as operator
+from steps.nn.experts import PARTS, QuantExperts
 from steps.nn.linear import QuantLinear
 from steps.product.choice import Choice
+from steps.product.experts import ExpertsChoice, choose
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +48,8 @@ CACHE_STEP: Final = 256
 class Config:
     """Sizes of a llama. head_dim: values of a head, of which the first `rotated` have a rotary
     embedding with the frequencies' base `base` and their `scaling`; epsilon: of the norms;
-    context: positions that the model is made for, 0 where nobody says."""
+    context: positions that the model is made for, 0 where nobody says. experts: of a layer, each
+    with `hidden` features, of which a token has `chosen`; 0 where a model is dense."""
 
     layers: int
     width: int
@@ -59,6 +63,8 @@ class Config:
     rotated: int = 0
     scaling: rotary.Scaling = rotary.UNSCALED
     context: int = 0
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def qkv(self) -> int:
@@ -67,6 +73,9 @@ class Config:
 
 
 LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 128)
+QWEN3_30B_A3B: Final = Config(
+    48, 2048, 768, 32, 4, 128, 151936, 1e-6, 1e6, 128, experts=128, chosen=8
+)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -182,9 +191,78 @@ class Concatenated(nn.Module):
         return torch.cat([one(x.to(one.input_dtype(len(x)))) for one in self.products], -1)
 
 
-Maker = Callable[[np.ndarray, bool, "np.ndarray | None"], Any]
-"""(blocks [N, K/32] or float32 [N, K], whether y are the logits, bias float32 [N] or None) -> a
-product."""
+class Experts(nn.Module):
+    """The experts of a layer, one product after another: a reference.
+
+    products: of gates, of ups and of downs, by expert.
+    """
+
+    def __init__(self, gates: Sequence[Any], ups: Sequence[Any], downs: Sequence[Any]) -> None:
+        super().__init__()
+        self.products, self.count = nn.ModuleList([*gates, *ups, *downs]), len(gates)
+
+    def input_dtype(self, m: int) -> Any:
+        return self.products[0].input_dtype(m)
+
+    def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """y [M, width] of x [M, width]: the sum of `shares` [M, chosen] times what experts `ids`
+        make of it. Waits for ids."""
+        y = x.new_zeros(x.shape, dtype=shares.dtype)
+        for expert in ids.unique().tolist():
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            gate, up, down = (self.products[expert + i * self.count] for i in range(3))
+            both = torch.cat([gate(x[token]), up(x[token])], -1)
+            made = down.after_swiglu(both, PLAIN.swiglu)
+            y.index_add_(0, token, shares[token, slot, None] * made)
+        return y
+
+
+class StepExperts(QuantExperts):
+    """The experts of a layer by the kernels of `steps.kernels.experts`: two launches, three at
+    more tokens. Nothing waits for the GPU."""
+
+    accuracy = "exact"
+
+    def input_dtype(self, m: int) -> Any:
+        return torch.float16
+
+    def choices(self, m: int, chosen: int) -> list[ExpertsChoice]:
+        """The kernels for m tokens, each of which has `chosen` experts."""
+
+        def request(part: str, n: int, k: int, **rest: Any) -> ExpertsRequest:
+            size = self.formats[part], m, chosen, self.num_experts, n, k
+            return ExpertsRequest(*size, "float16", "float16", "int32", **rest)
+
+        inner, k = self.inner, self.hidden
+        together = self.formats["gate"] == self.formats["up"]
+        first = [request("gate", 2 * inner, k, gate="silu")]
+        if not together:
+            first = [request(part, inner, k) for part in ("gate", "up")]
+        rest: dict[str, Any] = {"per_slot": True, "router": "float32", "follows": together}
+        wanted = *first, request("down", k, inner, **rest)
+        return [choose(one, operator._machine()) for one in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes the products of a decoder.
+
+    product : (blocks [N, K/32] or float32 [N, K], whether y are the logits, bias float32 [N] or
+              None) -> a product.
+    of_experts : (gates, ups, downs), each blocks [E, N, K/32] -> y of (x, ids, shares), see
+              `Experts.forward`; by default a product for each.
+    """
+
+    product: Callable[[np.ndarray, bool, np.ndarray | None], Any]
+    of_experts: Callable[[np.ndarray, np.ndarray, np.ndarray], Any] | None = None
+
+    def __call__(self, weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Any:
+        return self.product(weights, last, bias)
+
+    def experts(self, gates: np.ndarray, ups: np.ndarray, downs: np.ndarray) -> Any:
+        if self.of_experts is not None:
+            return self.of_experts(gates, ups, downs)
+        return Experts(*([self(one, False) for one in each] for each in (gates, ups, downs)))
 
 
 def step_products(
@@ -198,7 +276,18 @@ def step_products(
         output = "float32" if last else "float16"
         return Product(*size, layer.packed, accuracy, output, layer.bias, family)
 
-    return make
+    def experts(*parts: np.ndarray) -> StepExperts:
+        blocks = (
+            (torch.from_numpy(np.array(one).view(np.uint8).reshape(*one.shape[:2], -1)), one)
+            for one in parts
+        )
+        gates, ups, downs = ((raw, format_of(one).name) for raw, one in blocks)
+        made: StepExperts = StepExperts(gates, ups, downs).to(device)
+        for part in PARTS:  # a GPU has them packed
+            setattr(made, f"{part}_blocks", getattr(made, f"{part}_blocks").to("meta"))
+        return made
+
+    return Maker(make, experts)
 
 
 def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
@@ -211,7 +300,7 @@ def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
         values = format_of(weights).dequantize(weights) if weights.dtype.names else weights
         return Plain(moved(values), None if bias is None else moved(bias))
 
-    return make
+    return Maker(make)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -254,9 +343,31 @@ class Embedding(nn.Module):
 
 
 @dataclass(slots=True)
+class Mixture:
+    """The experts of a layer, in place of products that all tokens have.
+
+    router: [E, width], whose product with a token are the logits of its experts. chosen: how many
+    it has. normed: whether their shares add up to 1. experts: an `Experts` or `StepExperts`.
+    shared: of the expert that all tokens have, its products of gates and ups and of downs, and the
+            weights [1, width] of the sigmoid that multiplies what it makes; None without.
+    """
+
+    router: Tensor
+    chosen: int
+    normed: bool
+    experts: Any
+    shared: tuple[Any, Any, Tensor] | None = None
+
+    @property
+    def products(self) -> tuple[Any, ...]:
+        return self.experts, *(() if self.shared is None else self.shared[:2])
+
+
+@dataclass(slots=True)
 class Layer:
     """The products of a layer, and the weights of its two norms, [width].
 
+    gate_up, down: None where there is a `mixture`.
     head_norms: weights [head_dim] of the norms of queries and of keys, and epsilon, or None.
     """
 
@@ -264,13 +375,16 @@ class Layer:
     qkv: Any
     out: Any
     before_hidden: Tensor
-    gate_up: Any
-    down: Any
+    gate_up: Any = None
+    down: Any = None
     head_norms: tuple[Tensor, Tensor, float] | None = None
+    mixture: Mixture | None = None
 
     @property
     def products(self) -> tuple[Any, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        """Experts count as one."""
+        last = (self.gate_up, self.down) if self.mixture is None else self.mixture.products
+        return self.qkv, self.out, *last
 
 
 class Cache:
@@ -351,7 +465,7 @@ class Decoder:
 
     @property
     def products(self) -> Iterable[Any]:
-        """All products; a `Concatenated` counts as one."""
+        """All products; a `Concatenated` counts as one, and so do experts."""
         return (*(one for layer in self.layers for one in layer.products), self.output)
 
     def set_accuracy(self, accuracy: str) -> None:
@@ -391,10 +505,12 @@ class Decoder:
             for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
                 if product in others:
                     continue
-                for one in getattr(product, "products", [product]):
-                    each = one.choice(tokens, input)
-                    if each not in wanted:  # layers are alike
-                        wanted.append(each)
+                if isinstance(product, StepExperts):
+                    choices = product.choices(tokens, self.config.chosen)
+                else:
+                    several = getattr(product, "products", [product])
+                    choices = [one.choice(tokens, input) for one in several]
+                wanted += [one for one in choices if one not in wanted]  # layers are alike
         self.set_accuracy(before)
         return parallel_compile.compile_ahead(wanted, Gpu(), say, jobs, report=report)
 
@@ -475,6 +591,9 @@ class Decoder:
     def _feed(self, layer: Layer, part: Part, weight: Tensor, after: Any) -> None:
         """The feed-forward products. weight, after: of the norm that follows, and the product that
         reads it."""
+        if layer.mixture is not None:
+            self._mix(layer.mixture, part, layer.before_hidden)
+            return
         do, follows, m = self.operations, (layer.down, weight, after), len(part.h)
         if part.x is not None and do.deferred.takes_gates(layer.gate_up, layer.down, m):
             given = layer.gate_up, part.x, part.left, self.config.epsilon
@@ -485,6 +604,22 @@ class Decoder:
             self._add(part, do.swiglu(y, layer.down.input_dtype(len(y))), *follows)
         else:
             part.y = layer.down.after_swiglu(y, do.swiglu)
+
+    def _mix(self, mixture: Mixture, part: Part, weight: Tensor) -> None:
+        """The products of experts, of the norm with this weight."""
+        do, (y,) = self.operations, part.terms()
+        given = self.config.epsilon, mixture.experts.input_dtype(len(y))
+        chosen = mixture.router, mixture.chosen, mixture.normed
+        part.h, x, ids, shares = do.route(part.h, y, weight, *given, *chosen)
+        y = mixture.experts(x, ids, shares)
+        part.y = y
+        if mixture.shared is not None:
+            gate_up, down, gate = mixture.shared
+            both = gate_up(x.to(gate_up.input_dtype(len(x))))
+            z = down(do.swiglu(both, down.input_dtype(len(x))))
+            share = torch.sigmoid(nn.functional.linear(x.to(gate.dtype), gate))
+            terms = y, (share * z).to(y.dtype)
+            part.y = lambda: terms
 
     def _defers(self, part: Part, product: Any, weight: Tensor, after: Any) -> bool:
         """Whether the norm between two products is deferred: no launch of its own."""

@@ -55,6 +55,31 @@ def add_and_norm(
     return h, rms_norm(h, weight, epsilon, dtype)
 
 
+def route(
+    h: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    dtype: Any,
+    router: Tensor,
+    chosen: int,
+    normed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_and_norm`, and the experts of each token: (h, x, ids, shares), see `choose_experts`.
+
+    router: [E, width]; x times it are the logits of experts.
+    """
+    h, x = add_and_norm(h, y, weight, epsilon, dtype)
+    return h, x, *choose_experts(F.linear(x.to(router.dtype), router), chosen, normed)
+
+
+def choose_experts(logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of logits [M, E]: int32 [M, chosen], and their shares of the softmax,
+    which add up to 1 if normed."""
+    shares, ids = logits.softmax(-1).topk(chosen)
+    return ids.to(torch.int32), shares / shares.sum(-1, keepdim=True) if normed else shares
+
+
 def swiglu(y: Tensor, dtype: Any) -> Tensor:
     """silu(gate) * up of y = [gate, up], [M, 2 hidden]."""
     gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, -1)
@@ -157,6 +182,7 @@ class Operations(NamedTuple):
     embedding_rows: Callable[..., Tensor] = embedding_rows
     rms_norm: Callable[..., Tensor] = rms_norm
     add_and_norm: Callable[..., tuple[Tensor, Tensor]] = add_and_norm
+    route: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = route
     attention: Callable[..., Tensor] = attention
     swiglu: Callable[..., Tensor] = swiglu
     argmax_of_rows: Callable[..., Tensor] = argmax_of_rows

@@ -76,6 +76,10 @@ class Share:
     def __post_init__(self) -> None:
         heads, kv, count = self.whole.heads, self.whole.kv_heads, self.ranks
         good = [n for n in range(1, heads + 1) if n <= kv or not (heads % n or n % kv)]
+        if self.whole.experts:
+            raise ValueError(
+                f"{self.whole.experts} experts a layer are not shared among GPUs: use one"
+            )
         if count not in good:
             raise ValueError(
                 f"{count} GPUs cannot share {heads} heads and {kv} of keys and values: use "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from steps.nn import experts
 from steps.nn.linear import QuantLinear
 from tests.nn.on_the_host import cuda, host  # noqa: F401 - fixtures
 
@@ -26,4 +27,8 @@ def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
         return layer
 
     monkeypatch.setattr(QuantLinear, "to", moved)
-    return host
+    monkeypatch.setattr(experts.QuantExperts, "to", moved)
+    monkeypatch.setattr(experts, "_product", experts._on_gpu)
+    experts._prepared.clear()
+    yield host
+    experts._prepared.clear()

@@ -26,6 +26,8 @@ from tests.decoder.test_decoder import SMALL, filled, reference
 WIDE = SMALL | {"attention.key_length": 32}
 """Heads of 32 values, four of them, of a width of 64."""
 LONG = {"context_length": 256}
+KINDS = {"qwen2moe": "Qwen2Moe", "qwen3moe": "Qwen3Moe"}
+"""What transformers calls architectures of several words."""
 LLAMA_3_1 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -38,9 +40,21 @@ LLAMA_3_1 = {
 def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
     """transformers' model of a file's architecture with its weights, in float64."""
     file = files.Model(path)
-    config, kind = file.config, file.architecture.capitalize()
-    tied = "output.weight" not in file.tensors
+    config, kind = file.config, KINDS.get(file.architecture) or file.architecture.capitalize()
+    tied, of_experts = "output.weight" not in file.tensors, {}
+    if config.experts:
+        of_experts = {
+            "experts_implementation": "eager",  # others have no float64
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.chosen,
+            "moe_intermediate_size": config.hidden,
+            "norm_topk_prob": kind == "Qwen3Moe",
+        }
+        if kind == "Qwen2Moe":
+            inner = file.needed("expert_shared_feed_forward_length")
+            of_experts["shared_expert_intermediate_size"] = inner
     made = getattr(transformers, f"{kind}Config")(
+        **of_experts,
         vocab_size=config.vocabulary,
         hidden_size=config.width,
         intermediate_size=config.hidden,
@@ -64,11 +78,23 @@ def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
         **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
         **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
         **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+        **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     }
-    state = {}
+    state, gates = {}, {}
     for name, tensor in file.tensors.items():
         *at, one, kind = name.split(".")
         values = tensor.values().astype(np.float64)
+        if one.endswith("_exps"):  # parameters, of gates and ups one
+            experts = f"model.layers.{at[1]}.mlp.experts"
+            if one == "ffn_down_exps":
+                state[f"{experts}.down_proj"] = torch.from_numpy(values)
+            else:
+                gates[experts, one] = torch.from_numpy(values)
+            continue
+        if one == "ffn_gate_inp_shexp":
+            values = values[None]
         if file.architecture == "llama" and one in ("attn_q", "attn_k"):
             heads = len(values) // config.head_dim  # rows as before conversion
             values = values.reshape(heads, config.head_dim // 2, 2, -1).swapaxes(1, 2)
@@ -76,6 +102,9 @@ def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
         where = f"model.layers.{at[1]}." if at else ""
         if one != "rope_freqs":
             state[f"{where}{names[one]}.{kind}"] = torch.from_numpy(np.array(values))
+    for experts in {experts for experts, _ in gates}:
+        both = [gates[experts, f"ffn_{name}_exps"] for name in ("gate", "up")]
+        state[f"{experts}.gate_up_proj"] = torch.cat(both, 1)
     if tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)
@@ -119,7 +148,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, yarn": ({"architecture": "llama"} | KEYS_OF_YARN, YARN),
     "qwen2": ({"architecture": "qwen2", "tied": True}, {}),
     "qwen2, yarn": ({"architecture": "qwen2"} | KEYS_OF_YARN, YARN),
+    "qwen2moe": ({"architecture": "qwen2moe"}, {}),
     "qwen3": ({"architecture": "qwen3"}, {}),
+    "qwen3moe": ({"architecture": "qwen3moe", "expert_count": 8, "expert_used_count": 3}, {}),
     "qwen3, tied": ({"architecture": "qwen3", "tied": True}, {}),
     "qwen3, narrow yarn": (
         {"architecture": "qwen3"} | KEYS_OF_YARN | KEYS_OF_NARROW,
@@ -131,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path: Any, case: str) -> None:
     keys, rope = CASES[case]
-    wide = SMALL if keys["architecture"] == "qwen2" else WIDE
+    wide = SMALL if keys["architecture"].startswith("qwen2") else WIDE
     if "factors" in keys:
         keys = keys | {"factors": keys["factors"](16, 10000.0)}
     path = files.write_tiny(tmp_path / "tiny.gguf", "q5_1", **wide | LONG | keys)

@@ -526,7 +526,7 @@ def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["plain", "compiled", "kernels"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2moe", "qwen3moe"])
 @pytest.mark.parametrize("accuracy", ["exact", "fast"])
 def test_right_on_a_gpu(
     cuda: Any, tmp_path: Any, how: str, architecture: str, accuracy: str

@@ -1,10 +1,11 @@
-"""Tokens a second with the shapes of Llama 3 8B and random weights, beside float16 torch.matmul.
+"""Tokens a second with the shapes of a model and random weights, beside float16 torch.matmul.
 
 Two decoders differ in their products: ours over blocks, and torch's over the same weights in
-float16. At batch 1 ours also has norms and gates within them (`steps.decoder.deferred`). Weights
-are random bytes with sensible scales, not quantized floats: 1024 rows of each kind of matrix are
-drawn and packed. Each layer repeats them in memory of its own, from another row on, so that all
-weights come from memory.
+float16, those of experts by `torch._grouped_mm`. At batch 1 norms and gates of a dense model are
+within ours (`steps.decoder.deferred`). Weights are random bytes with sensible scales, not quantized
+floats: 1024 rows of each kind of matrix are drawn and packed. Each layer repeats them in memory of
+its own, from another row on, so that all weights come from memory. torch's experts have the memory
+of `COPIES` layers, which is more than a cache holds: all of them would be 58 GB.
 
 Each case is a CUDA graph of either side. Rounds take turns, and medians are reported:
 
@@ -31,20 +32,26 @@ from qformats.repack import TILE_GROUP, TILE_ROWS
 from results.measure.loop import Timing, ratio
 from steps.decoder.model import (
     LLAMA_3_8B,
+    QWEN3_30B_A3B,
     CapturedGraph,
     Config,
     Decoder,
     Embedding,
     Greedy,
     Layer,
+    Mixture,
     Plain,
     Product,
+    StepExperts,
+    nn,
     torch,
 )
 from steps.decoder.operations import Operations
 from steps.nn import operator as operator
 from steps.product.choice import packings
 
+SHAPES: Final = {"Llama 3 8B": LLAMA_3_8B, "Qwen3 30B-A3B": QWEN3_30B_A3B}
+COPIES: Final = 4
 DRAWN: Final = 1024  # rows of each kind of matrix
 ROWS: Final = TILE_GROUP * TILE_ROWS  # the rows of one piece of a fragment-packed layout
 BATCHES: Final = (1, 16)
@@ -103,6 +110,27 @@ class Drawn:
         return Plain(_repeated(self.half, DRAWN // ROWS, -(-n // ROWS), first)[:n])
 
 
+class GroupedExperts(nn.Module):
+    """Experts by `torch._grouped_mm`, of float16 weights [E, 2 I, K] and [E, K, I]."""
+
+    def __init__(self, gate_up: Any, down: Any) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up.transpose(1, 2), down.transpose(1, 2)
+
+    def input_dtype(self, m: int) -> Any:
+        return torch.float16
+
+    def forward(self, x: Any, ids: Any, shares: Any) -> Any:
+        chosen, order = ids.flatten().sort()
+        every = torch.arange(len(self.down), device=ids.device, dtype=ids.dtype)
+        ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
+        y = torch._grouped_mm(x[order // ids.shape[1]], self.gate_up, offs=ends)
+        gate, up = y.chunk(2, -1)
+        y = torch._grouped_mm(nn.functional.silu(gate) * up, self.down, offs=ends)
+        placed = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
+        return torch.bmm(shares.half()[:, None], placed)[:, 0]
+
+
 def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:
     """A copy of `wanted` of the equal `parts` of an array, cyclically from part `first` on."""
     turns = (torch.arange(wanted, device=array.device) + first) % parts
@@ -133,13 +161,48 @@ class Weights:
         operations: Operations,
         make: Callable[[str, Drawn, int, int], Any],
         output: Any,
+        experts: Callable[[int], Any] | None = None,
     ) -> Decoder:
-        """make: (name, drawn, n, layer) -> a product. output: the last product."""
-        layers, norm = [], self._norm
-        for i in range(self._config.layers):
-            qkv, out, gate_up, down = (make(name, drawn, n, i) for name, drawn, n in self.kinds)
-            layers.append(Layer(norm, qkv, out, norm, gate_up, down))
-        return Decoder(self._config, embedding, layers, norm, output, operations=operations)
+        """make: (name, drawn, n, layer) -> a product. output: the last product. experts: (layer) ->
+        those of a layer, where the model has any: it also has norms of heads then."""
+        layers, norm, config = [], self._norm, self._config
+        router = torch.randn(config.experts, config.width, device=norm.device) * WEIGHT
+        head_norms = (*norm[None, : config.head_dim].expand(2, -1).clone(), config.epsilon)
+        for i in range(config.layers):
+            kinds = self.kinds if experts is None else self.kinds[:2]
+            qkv, out, *rest = (make(name, drawn, n, i) for name, drawn, n in kinds)
+            layer = Layer(norm, qkv, out, norm, *rest)
+            if experts is not None:
+                layer.head_norms = head_norms
+                layer.mixture = Mixture(router.roll(i, 0), config.chosen, True, experts(i))
+            layers.append(layer)
+        return Decoder(config, embedding, layers, norm, output, operations=operations)
+
+    def experts(self, i: int) -> StepExperts:
+        """Ours of a layer: packed as one matrix of all experts, which have whole pieces each."""
+        count, made = self._config.experts, []
+        kinds = dict(zip(("gate_up", "down"), self.kinds[2:], strict=True))
+        for _, drawn, n in kinds.values():
+            shape = count, n, drawn.k // 32 * FORMATS[drawn.format].block_bytes
+            made.append(torch.empty(shape, dtype=torch.uint8, device="meta"))
+        up, down = made
+        half, of = up[:, : up.shape[1] // 2], self.last.format
+        layer = StepExperts((half, of), (half, of), (down, of))
+        for part, (_, drawn, n) in kinds.items():
+            for j, one in enumerate(drawn.packed["tiles"]):
+                pieces = _repeated(one, DRAWN // ROWS, count * n // ROWS, i)
+                layer.register_buffer(f"{part}_{j}", pieces, persistent=False)
+        return layer
+
+    def grouped(self, i: int) -> GroupedExperts:
+        """torch's, of the same weights."""
+        count = self._config.experts
+        up, down = (
+            _repeated(drawn.half, DRAWN // ROWS, count * n // ROWS, i).view(count, n, -1)
+            for _, drawn, n in self.kinds[2:]
+        )
+        pairs = up.view(count, -1, 2, TILE_ROWS, up.shape[-1]).transpose(1, 2)
+        return GroupedExperts(pairs.reshape(up.shape), down)
 
 
 def models(
@@ -149,12 +212,21 @@ def models(
     drawn, count = Weights(config, format_name, device), config.vocabulary
     table = random_blocks(format_name, count, config.width, drawn.rng)
     embedding = Embedding.of(table, device, torch.float32, operations.embedding_rows)
-    rest = embedding, operations
+    rest, mixed = (embedding, operations), config.experts > 0
+    grouped = [drawn.grouped(i) for i in range(COPIES if mixed else 0)]
     return (
         drawn.decoder(
-            *rest, lambda _, one, n, i: one.product(n, i), drawn.last.product(count, 0, True)
+            *rest,
+            lambda _, one, n, i: one.product(n, i),
+            drawn.last.product(count, 0, True),
+            drawn.experts if mixed else None,
         ),
-        drawn.decoder(*rest, lambda _, one, n, i: one.plain(n, i), drawn.last.plain(count, 0)),
+        drawn.decoder(
+            *rest,
+            lambda _, one, n, i: one.plain(n, i),
+            drawn.last.plain(count, 0),
+            (lambda i: grouped[i % COPIES]) if mixed else None,
+        ),
     )
 
 
@@ -282,7 +354,14 @@ def products(model: Decoder, kind: str, count: int, accuracy: str = "exact") -> 
     model.set_accuracy(accuracy)
     inputs = RandomInputs(model, count)
 
+    ids = torch.randperm(max(1, model.config.experts), device=model.device, dtype=torch.int32)
+    ids = torch.stack([ids.roll(17 * i)[: model.config.chosen] for i in range(count)])
+    shares = torch.full(ids.shape, 1 / 8, device=model.device)
+
     def multiply(product: Any, m: int) -> None:
+        if isinstance(product, StepExperts | GroupedExperts):
+            product(inputs.x(product, m), ids, shares)
+            return
         for one in getattr(product, "products", [product]):
             one(inputs.x(one, m))
 
@@ -323,6 +402,13 @@ def facts(operations: Operations) -> dict[str, Any]:
     }
 
 
+def bytes_of(product: Product | StepExperts) -> int:
+    """Of the packed weights that an exact product reads."""
+    if isinstance(product, StepExperts):
+        return product.device_bytes
+    return sum(one.nbytes for one in product.packed[next(iter(product.packed))])
+
+
 @torch.no_grad()
 def measure(
     operations: Operations,
@@ -335,11 +421,7 @@ def measure(
     tell = telling(say)
     ours, baseline = models(config, format_name, operations, torch.device("cuda"))
     torch.cuda.synchronize()
-    weights = sum(
-        one.nbytes
-        for product in ours.products
-        for one in product.packed[next(iter(product.packed))]
-    )
+    weights = sum(map(bytes_of, ours.products))
     tell(f"{config.layers} layers, {weights / 1e9:.2f} GB of weights in {format_name}")
     cases = [*(("decode", m) for m in BATCHES), *(("prefill", m) for m in PROMPTS)]
     asked = [("exact", m) for _, m in cases]
@@ -373,9 +455,14 @@ def measure(
     for accuracy, m in asked:
         ours.set_accuracy(accuracy)
         for one in ours.layers[0].products:
-            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.choice(m))
+            if isinstance(one, StepExperts):
+                for each in one.choices(m, config.chosen):
+                    asked_for = each.request
+                    choices[f"experts, T={m} N={asked_for.n} K={asked_for.k}"] = str(each)
+            else:
+                choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.choice(m))
     return {
-        "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
+        "shapes": next((name for name, one in SHAPES.items() if one == config), str(config)),
         "format": format_name,
         "weights_gb": weights / 1e9,
         **facts(operations),

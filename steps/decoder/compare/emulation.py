@@ -75,4 +75,4 @@ def emulated_products(accuracy: str = "exact", family: str = "A16") -> Maker:
         added = None if bias is None else _floats(bias)
         return Emulated(weights, added, last, accuracy, family)
 
-    return make
+    return Maker(make)

@@ -1,0 +1,175 @@
+"""Models with experts in the decoder: their products by the kernels, routers, what is refused.
+
+Logits are compared with those of transformers' models in `test_architectures`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qformats.gguf_file import GGUFError, metadata
+from steps.compile.compiler import signature_of
+from steps.decoder import files, operations, parallel
+from steps.decoder import model as parts
+from steps.decoder.compare import checks
+from steps.decoder.model import generate, step_products, torch_products
+from steps.nn import experts
+from steps.product.experts import ExpertsChoice
+from tests.decoder.test_between import simulated
+from tests.decoder.test_decoder import SMALL, filled, reference
+
+MIXED = SMALL | {"block_count": 1, "expert_feed_forward_length": 96}
+
+
+def tiny(tmp_path: Any, architecture: str = "qwen3moe", **changes: Any) -> Any:
+    """Its experts may differ in type from its other matrices."""
+    return files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture, **MIXED | changes)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen2moe"])
+def test_products_by_the_kernels(kernels: Any, tmp_path: Any, architecture: str) -> None:
+    """Of three tokens and of one."""
+    path = tiny(tmp_path, architecture)
+    ours, ids = files.load(path, step_products("cpu")), checks.prompt(files.WORDS, 3)
+    tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
+    names = [name for name, *_ in kernels.launched]
+    assert names.count("few") + names.count("summed") == 3 * 2, names
+    trusted, whole = reference(path), [*ids, *tokens[0].tolist()]
+    off = checks.relative(torch.cat(kept).double().numpy(), filled(trusted, whole)[2:-1])
+    expected = checks.expected(trusted, whole, "exact")
+    assert 0.3 * expected < off < checks.SAFETY * expected
+
+
+def test_gates_and_ups_of_two_types(kernels: Any, tmp_path: Any) -> None:
+    """Are products of their own."""
+    path = tiny(tmp_path)
+    ups = files.Model(
+        files.write_tiny(tmp_path / "o.gguf", "q8_0", architecture="qwen3moe", **MIXED)
+    )
+    found = []
+    for make in (step_products("cpu"), torch_products(dtype=torch.float32)):
+        file = files.Model(path)
+        file.tensors["blk.0.ffn_up_exps.weight"] = ups.tensors["blk.0.ffn_up_exps.weight"]
+        model = files.load(file, make, residual_dtype=torch.float32)
+        kernels.launched.clear()
+        found.append(model.prefill(torch.tensor([[1, 2, 3]]), model.cache(1, 3)).double().numpy())
+        if make.of_experts:
+            names = [name for name, *_ in kernels.launched]
+            assert names.count("few") == 3, "gates, ups and downs"
+            assert len(model.layers[0].mixture.experts.choices(3, 2)) == 3
+    assert 1e-5 < checks.relative(*found) < 3e-3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen2moe"])
+def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) -> None:
+    """Routers by their kernels: in the launch of a norm, and behind the logits of many tokens."""
+    path = tiny(tmp_path, architecture, block_count=2)
+    do, launched = simulated(1)
+    ids = torch.tensor([checks.prompt(files.WORDS, 9), checks.prompt(files.WORDS, 9, 1)])
+    found = []
+    for one in (operations.PLAIN, do):
+        made = files.load(path, torch_products(dtype=torch.float32), operations=one)
+        found.append(generate(made, ids, 2, keep=True))
+    (tokens, logits), (others, of_kernels) = found
+    assert torch.equal(tokens, others)
+    for a, b in zip(logits, of_kernels, strict=True):
+        torch.testing.assert_close(b, a, atol=2e-3 * float(a.std()), rtol=0)
+    assert launched.count("choose_experts") == 2, "a prompt of 18 tokens"
+    assert launched.count("route") == 2 * 2
+    assert launched.count("add_and_norm") == 2 * 3 + 3 + 2
+
+
+def test_kernels_compiled_ahead_are_those_of_calls(
+    kernels: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(parts, "Gpu", lambda: kernels)
+    monkeypatch.setattr(
+        parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
+    )
+    monkeypatch.setattr(kernels, "runs", False)
+    ours = files.load(tiny(tmp_path, block_count=2), step_products("cpu"))
+    ours.compile_ahead([("exact", 2), ("exact", 40)], 2)
+    of_experts = [one for one in asked if isinstance(one, ExpertsChoice)]
+    assert len(of_experts) == 2 * 2, "layers are alike"
+    ahead = {(one.kernel, signature_of(one.args)) for each in of_experts for one in each.launches()}
+    for count in (2, 40):
+        x = torch.zeros(count, 64, dtype=torch.float16)
+        ids, shares = torch.zeros(count, 2, dtype=torch.int32), torch.zeros(count, 2)
+        ours.layers[0].mixture.experts(x, ids, shares)
+    later = {
+        (one.source.kernel, signature_of(one.source.args))
+        for made in experts._prepared.values()
+        for one in made.loaded
+    }
+    assert ahead == later
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"expert_count": None}, "lacks qwen3moe.expert_count: convert the model again"),
+        ({"expert_used_count": 5}, "has 4 experts, and 5 of them for a token"),
+        (
+            {"expert_count": 8},
+            r"ffn_gate_exps.weight has shape \[4, 96, 64\], and the file's keys say \[8, 96, 64\]",
+        ),
+        (
+            {"expert_feed_forward_length": 128},
+            r"ffn_gate_exps.weight has shape \[4, 96, 64\], and the file's keys say \[4, 128, 64\]",
+        ),
+        ({"expert_feed_forward_length": None}, "lacks qwen3moe.expert_feed_forward_length"),
+    ],
+)
+def test_keys_that_disagree(tmp_path: Any, change: dict[str, Any], said: str) -> None:
+    path = tiny(tmp_path)
+    known = metadata(path) | {f"qwen3moe.{name}": value for name, value in change.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            files, "metadata", lambda path: {k: v for k, v in known.items() if v is not None}
+        )
+        with pytest.raises(GGUFError, match=said):
+            files.load(path, torch_products())
+
+
+def test_tensors_that_are_not_there_or_of_another_shape(tmp_path: Any) -> None:
+    path = tiny(tmp_path, "qwen2moe")
+    for name in ("gate_inp", "up_exps", "down_shexp", "gate_inp_shexp"):
+        file = files.Model(path)
+        del file.tensors[f"blk.0.ffn_{name}.weight"]
+        with pytest.raises(
+            GGUFError, match=rf"lacks blk.0.ffn_{name}.weight: it is not a complete"
+        ):
+            files.load(file, torch_products())
+    file = files.Model(path)
+    file.tensors["blk.0.ffn_gate_inp.weight"] = file.tensors["blk.0.attn_norm.weight"]
+    with pytest.raises(GGUFError, match=r"gate_inp.weight has shape \[64\], and .* say \[4, 64\]"):
+        files.load(file, torch_products())
+
+
+def test_types_that_no_kernel_of_experts_takes(tmp_path: Any, kernels: Any) -> None:
+    """Are refused in a sentence, or quantized again where that is asked for."""
+    path = files.write_tiny(
+        tmp_path / "floats.gguf", dequantized=True, architecture="qwen3moe", **MIXED
+    )
+    said = r"attn_q.weight is f32 and the kernels take .*: --requantize q8_0 quantizes it again"
+    with pytest.raises(GGUFError, match=said):
+        files.load(path, step_products("cpu"))
+    file = files.Model(path)
+    with pytest.raises(GGUFError, match=r"ffn_up_exps.weight is f32 and the kernels take q4_0, "):
+        file.matrix("blk.0.ffn_up_exps.weight", (4, 96, 64), None, files.OF_EXPERTS)
+    again = files.load(path, step_products("cpu"), requantize="q8_0")
+    assert set(again.layers[0].mixture.experts.formats.values()) == {"q8_0"}
+    assert "q2_k" in files.TAKEN
+    assert "q2_k" not in files.OF_EXPERTS
+
+
+def test_experts_are_not_shared_among_gpus() -> None:
+    with pytest.raises(ValueError, match="128 experts a layer are not shared among GPUs: use one"):
+        parallel.Share(parts.QWEN3_30B_A3B, 0, 2)
