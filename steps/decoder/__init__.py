@@ -1,10 +1,11 @@
-"""A llama or Qwen of a GGUF file: products, and what lies between them, by this project's kernels.
+"""A llama or Qwen of a GGUF file, also one with experts: products, and what lies between them, by
+this project's kernels.
 
 torch makes them instead as a reference, and where no kernel can.
 
     keys.py                what a file says of its model: types and ranges
     files.py               configuration and weights of a file; a tiny random one to write
-    model.py               products, layers, the cache of keys and values, generation in CUDA graphs
+    model.py               products, layers, the cache of keys and values, CUDA graphs of generation
     rotary.py              frequencies of the rotary embedding, scaled as files say
     operations.py          what lies between products, by torch: norms, attention, SwiGLU
     kernel_operations.py   the same by the kernels of `steps.kernels.between`: the default on a GPU

@@ -27,12 +27,15 @@ from steps.kernels.between import (
     embedding,
     gated_product,
     rotary,
+    router,
     swiglu,
 )
 
 U: Final = 2.0**-24
 """Half a last place of float32."""
 RSQRT: Final = 2.0**-22.9
+EXP2: Final = 2.0**-19
+"""Of a share: exponents of up to 16, rounded, two exponentials and a reciprocal."""
 HALF: Final = 2.0**-11
 TINY: Final = 2.0**-25
 """Half a last place of float16, of itself and where it is subnormal."""
@@ -483,6 +486,68 @@ def embedding_problem(format_name: str, ids: list[int], width: int) -> Problem:
         lambda machine: embedding.launch(tokens, d, m, qs, qh, zero_point, rows.array),
         check, [rows], inputs,
     )  # fmt: skip
+
+
+def choose(logits: np.ndarray, chosen: int, normed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, shares) of the largest logits, in float64; of equal ones the first."""
+    ids = np.argsort(-logits, -1, kind="stable")[:, :chosen]
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    shares = np.take_along_axis(shares, ids, -1)
+    return ids, shares / shares.sum(-1, keepdims=True) if normed else shares
+
+
+def router_problem(
+    m: int, width: int, experts: int, chosen: int, of_y: str = "float16", of_x: str = "float16",
+    normed: bool = True, spoil: Callable[[np.ndarray, np.ndarray], None] = lambda h, of: None,
+) -> Problem:  # fmt: skip
+    """Residual, norm and the experts of each token. spoil(h, router) changes the operands first."""
+    rng = np.random.default_rng(width + experts)
+    h = (rng.standard_normal((m, width)) * 10.0 ** rng.uniform(-3, 3, (m, 1))).astype(np.float32)
+    y = of_dtype(rng.standard_normal((m, width)), of_y)
+    weight, epsilon = rng.standard_normal(width).astype(np.float32), 1e-5
+    of = (rng.standard_normal((experts, width)) * (2 / width**0.5)).astype(np.float32)
+    spoil(h, of)
+    residual, x = Output((m, width), "float32"), Output((m, width), of_x)
+    shares, ids = Output((m, chosen), "float32"), np.full((m, chosen), -1, np.int32)
+
+    def check() -> None:
+        wanted = h + as_floats(y).astype(np.float32)
+        np.testing.assert_array_equal(residual.array, wanted)
+        r = wanted.astype(np.float64)
+        r = r / np.sqrt((r**2).mean(-1, keepdims=True) + np.float32(epsilon))
+        right = r * weight
+        bound = np.abs(right) * (width * U + RSQRT)
+        close(x.array, right, bound, of_x)
+        logits = right @ of.T.astype(np.float64)
+        found = np.take_along_axis(logits, ids.astype(np.int64), -1)
+        off = (width * U + RSQRT) * (np.abs(right) @ np.abs(of).T).max(-1, keepdims=True)
+        best, of_best = choose(logits, chosen, normed)
+        assert all(len({*row}) == chosen for row in ids.tolist()), "an expert comes twice"
+        assert (np.abs(found - np.take_along_axis(logits, best, -1)) <= 2 * off).all()
+        close(shares.array, of_best, of_best * (4 * off + experts * U + EXP2), "float32")
+
+    return Problem(
+        lambda machine: router.launch(
+            h, y, weight, epsilon, of, residual.array, x.array, ids, shares.array, normed, machine
+        ),
+        check, [residual, x, shares], [h, y, weight, of],
+    )  # fmt: skip
+
+
+def choice_problem(logits: np.ndarray, chosen: int, normed: bool = True) -> Problem:
+    """The experts of tokens, by their logits alone."""
+    m = len(logits)
+    shares, ids = Output((m, chosen), "float32"), np.full((m, chosen), -1, np.int32)
+
+    def check() -> None:
+        best, of_best = choose(logits.astype(np.float64), chosen, normed)
+        np.testing.assert_array_equal(ids, best)
+        close(shares.array, of_best, of_best * (logits.shape[1] * U + EXP2), "float32")
+
+    return Problem(
+        lambda machine: router.choose(logits, ids, shares.array, normed), check, [shares], [logits]
+    )
 
 
 def argmax_problem(

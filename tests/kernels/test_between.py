@@ -20,6 +20,7 @@ from tests.kernels.between_problems import (
     Matrix,
     argmax_problem,
     attention_problem,
+    choice_problem,
     embedding_problem,
     factor,
     gated_problem,
@@ -27,6 +28,7 @@ from tests.kernels.between_problems import (
     normed_problem,
     residual_problem,
     rotary_problem,
+    router_problem,
     swiglu_problem,
 )
 
@@ -368,3 +370,49 @@ def test_the_first_of_equal_logits_is_the_largest(values: dict[int, float], larg
         assert logits[0].argmax() == largest
 
     argmax_problem(1, 10000, spoil).run(Simulator(2))
+
+
+@pytest.mark.parametrize(
+    ("m", "width", "experts", "chosen", "normed"),
+    [
+        (1, 64, 8, 2, True),
+        (3, 264, 5, 5, False),
+        (2, 8, 33, 8, True),
+        (2, 520, 1, 1, True),
+        (1, 4104, 3, 2, False),  # a thread has two chunks
+    ],
+)
+def test_routers(m: int, width: int, experts: int, chosen: int, normed: bool) -> None:
+    """The second launch finds the counters of the first at zero."""
+    problem = router_problem(m, width, experts, chosen, normed=normed)
+    problem.run(Simulator(ORDERS[m % 4]), rounds=2)
+
+
+@pytest.mark.parametrize(("of_y", "of_x"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_routers_of_every_dtype(of_y: str, of_x: str) -> None:
+    router_problem(2, 72, 6, 3, of_y, of_x).run(Simulator(1))
+
+
+def test_a_router_gives_a_spoiled_token_experts_and_no_shares() -> None:
+    """Numbers of experts all the same: no weights beyond an array are read for it."""
+
+    def spoil(h: np.ndarray, of: np.ndarray) -> None:
+        h[1, 5] = np.nan
+
+    problem = router_problem(3, 64, 6, 2, spoil=spoil)
+    problem.run(Simulator(2), verify=False)
+    shares = problem.outputs[2].array
+    assert np.isnan(shares[1]).all()
+    assert np.isfinite(shares[[0, 2]]).all()
+
+
+def test_experts_of_logits() -> None:
+    """More of them than threads; equal ones, also 0 and -0, in their order; infinite ones."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((3, 300)).astype(np.float32)
+    logits[0] = np.round(logits[0])
+    logits[1, ::7], logits[1, 3] = 0.0, -0.0
+    logits[2, 100:] = -np.inf
+    for normed in (True, False):
+        choice_problem(logits, 8, normed).run(Simulator(1))
+    choice_problem(logits[:, :4].copy(), 4).run(Simulator(0))

@@ -26,12 +26,13 @@ from tests.kernels.between_problems import (
     normed_problem,
     residual_problem,
     rotary_problem,
+    router_problem,
     swiglu_problem,
 )
 
 EVERY = pytest.mark.every
 REGISTERS = 65536  # of an SM
-AFTER = {"norm": 96, "add and norm": 96, "swiglu": 104, "attention": 104}
+AFTER = {"norm": 96, "add and norm": 96, "swiglu": 104, "attention": 104, "router": 104}
 """Registers of a thread of step 18 in the product that follows, at one token of Llama 3 8B."""
 SHARED, PRODUCT_SHARED = 225 * 1024, 120 * 1024
 """Bytes of an SM, less those that the system has for each of three blocks, and of step 18's."""
@@ -47,6 +48,7 @@ LAUNCHES = {
     "rotary": lambda: rotary_problem(LLAMA, 4),
     "embedding": lambda: embedding_problem("q4_0", [1], 4096),
     "argmax": lambda: argmax_problem(1, 128256),
+    "router": lambda: router_problem(1, 2048, 128, 8),
     "attention, qwen3": lambda: attention_problem(LLAMA, "float16", "float16", True),
     "attention, 8 queries": lambda: attention_problem(Heads(1, 8, 1, 128, 256, 1)),
     "attention, 7 queries of 64": lambda: attention_problem(Heads(1, 7, 1, 64, 256, 1)),
@@ -137,7 +139,7 @@ def test_the_next_launch_may_begin_at_once(name: str) -> None:
     assert first < wait
     before = [one for one in found[:wait] if one.startswith(("LD", "ST", "RED", "ATOM"))]
     loads = [one for one in before if one.startswith(("LDG.", "ST", "RED", "ATOM"))]
-    wanted = ["LDG.E.128"] * 4 if "norm" in name else []
+    wanted = ["LDG.E.128"] * 4 if "norm" in name or name == "router" else []
     if "attention" in name:
         wanted = ["LDG.E", *["LDG.E.128"] * 4]
         size = 64 if "64" in name else 128

@@ -23,6 +23,7 @@ from steps.kernels.between import (
     deferred_norm,
     embedding,
     rotary,
+    router,
     swiglu,
 )
 from steps.simulator.errors import Race, SimulatorError
@@ -32,10 +33,12 @@ from tests.kernels.between_problems import (
     Matrix,
     argmax_problem,
     attention_problem,
+    choice_problem,
     embedding_problem,
     norm_problem,
     residual_problem,
     rotary_problem,
+    router_problem,
     swiglu_problem,
 )
 from tests.steps.mutations import Site, changed, sites
@@ -47,8 +50,10 @@ MODULES = {
     "deferred_norm": deferred_norm,
     "embedding": embedding,
     "rotary": rotary,
+    "router": router,
     "swiglu": swiglu,
 }
+LOGITS = np.random.default_rng(0).standard_normal((2, 150)).astype(np.float32)
 MAKE = {
     "add_and_norm": partial(norm_problem, 2, 264, "float16", "float16"),
     "attention": partial(attention_problem, Heads(1, 2, 1, 64, 512, 200)),
@@ -57,6 +62,8 @@ MAKE = {
     "argmax": partial(argmax_problem, 2, 9000),
     "embedding": partial(embedding_problem, "q5_1", [3, 7], 64),
     "rotary": partial(rotary_problem, Heads(1, 2, 1, 64, 8, 0), 3),
+    "router": partial(router_problem, 2, 264, 40, 3),
+    "router, choice": partial(choice_problem, LOGITS, 3),
     "swiglu": partial(swiglu_problem, 1, 40, "float16", "float16"),
 }
 

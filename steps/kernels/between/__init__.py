@@ -8,6 +8,7 @@
     gated_product   the same at few tokens without a launch, in the product of gates and ups
     embedding       rows of a quantized table
     argmax          the largest logit of each row
+    router          add_and_norm, and which experts a token goes to
 
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
 
