@@ -49,52 +49,27 @@ _HOLDS: Final = {
     "dmin": "scale of the minima",
     "scales": "scale s and minimum m of each group",
 }
-_HOLDS_INSTEAD: Final = {  # where a format says it more exactly
-    "mxfp4": {"qs": "codes: indices of the table t"},
-    "iq4_nl": {"qs": "codes: indices of the table t"},
-    "q2_k": {"d": "scale of the scales"},
-    "q3_k": {
-        "d": "scale of the scales",
-        "hmask": "bit 2 of the codes",
-        "qs": "bits 1..0 of the codes",
-        "scales": "scale s of each group",
-    },
-    "q4_k": {"d": "scale of the scales"},
-    "q5_k": {
-        "d": "scale of the scales",
-        "qh": "bit 4 of the codes",
-        "qs": "bits 3..0 of the codes",
-    },
-    "q6_k": {
-        "d": "scale of the scales",
-        "ql": "bits 3..0 of the codes",
-        "qh": "bits 5..4 of the codes",
-        "scales": "scale s of each group",
-    },
-    "iq4_xs": {
-        "d": "scale of the scales",
-        "scales_h": "bits 5..4 of the scale s of each group",
-        "scales_l": "bits 3..0 of the scale s of each group",
-        "qs": "codes: indices of the table t",
-    },
-    "nvfp4": {
-        "d": "half the scale of each group, UE4M3",
-        "qs": "codes: indices of the table t",
-    },
-    "q1_0": {"qs": "codes: indices of the table t"},
-    "tq2_0": {"qs": "codes: indices of the table t"},
+_INDICES: Final = {"qs": "codes: indices of the table t"}
+_OF_SCALES: Final = {"d": "scale of the scales"}
+_HOLDS_INSTEAD: Final[Mapping[str, Mapping[str, str]]] = {  # where a format says it more exactly
+    **dict.fromkeys(("mxfp4", "iq4_nl", "q1_0", "tq2_0"), _INDICES),
+    **dict.fromkeys(("q2_k", "q4_k"), _OF_SCALES),
+    "q3_k": _OF_SCALES
+    | {"hmask": "bit 2 of the codes", "qs": "bits 1..0 of the codes"}
+    | {"scales": "scale s of each group"},
+    "q5_k": _OF_SCALES | {"qh": "bit 4 of the codes", "qs": "bits 3..0 of the codes"},
+    "q6_k": _OF_SCALES
+    | {"ql": "bits 3..0 of the codes", "qh": "bits 5..4 of the codes"}
+    | {"scales": "scale s of each group"},
+    "iq4_xs": _OF_SCALES
+    | _INDICES
+    | {"scales_h": "bits 5..4 of the scale s of each group"}
+    | {"scales_l": "bits 3..0 of the scale s of each group"},
+    "nvfp4": _INDICES | {"d": "half the scale of each group, UE4M3"},
 }
 _COLOUR: Final = {
-    **{
-        "d": 33,
-        "e": 33,
-        "m": 35,
-        "s": 35,
-        "dmin": 35,
-        "scales": 33,
-        "scales_h": 33,
-        "scales_l": 33,
-    },
+    **dict.fromkeys(("d", "e", "scales", "scales_h", "scales_l"), 33),
+    **dict.fromkeys(("m", "s", "dmin"), 35),
     **{"qh": 36, "hmask": 36, "qs": 32, "ql": 32, "bold": 1, "dim": 2},
 }
 

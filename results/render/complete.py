@@ -8,22 +8,7 @@ from typing import Any, Final
 
 from qformats import WEIGHT_FORMATS
 from results.record.schema import Environment, Run
-from results.render import charts, models
-from results.render.query import (
-    CLIFF,
-    UNITS,
-    Rung,
-    called,
-    cliffs,
-    formats,
-    in_order,
-    jump,
-    kind_name,
-    ladder,
-    relative_error,
-    tabled,
-    when,
-)
+from results.render import charts, models, query
 from results.render.readme import NOTHING
 from results.render.rows import csv_files, time_of
 from results.render.staleness import Keys, Measured
@@ -70,7 +55,7 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
     path, run = one.path, one.run
     folder = path.parent.name
     files = ", ".join(f"[{name}]({folder}/{name})" for name in (path.name, *csv_files(run)))
-    measured = when([*run.rows, *run.as_called])
+    measured = query.when([*run.rows, *run.as_called])
     lines = [f"## {run.env.where}", "", f"{files}: {len(run.rows)} rows of steps, "]
     lines[-1] += f"{len(run.as_called)} of calls" + f", {measured}" * bool(measured) + "."
     lines += [*_older(run, one.stale), "", _machine(run.env), ""]
@@ -108,7 +93,7 @@ def _older(run: Run, stale: Keys) -> list[str]:
 
 def _calls(run: Run) -> list[Part]:
     """The least over all sizes by M, one size of weights in all formats, and where time jumps."""
-    calls = [one for one in tabled(run) if one.M in TOKENS]
+    calls = [one for one in query.tabled(run) if one.M in TOKENS]
     if not calls:
         return []
     kinds = [one for one in COMPARED if any((c.api, c.accuracy, c.dtype) == one for c in calls)]
@@ -117,17 +102,17 @@ def _calls(run: Run) -> list[Part]:
     def least(kind: tuple[str, str, str]) -> Callable[[int], str]:
         def text(m: int) -> str:
             own = [c for c in calls if (c.api, c.accuracy, c.dtype) == kind and m == c.M]
-            return span(min(c.x_cublas for c in own if c.format == f) for f in formats(own))
+            return span(min(c.x_cublas for c in own if c.format == f) for f in query.formats(own))
 
         return text
 
-    sizes = [(n, k) for _, n, k in in_order(one.shape for one in calls)]
+    sizes = [(n, k) for _, n, k in query.in_order(one.shape for one in calls)]
     n, k = WEIGHTS if WEIGHTS in sizes else sizes[-1]
     layer = ("QuantLinear", "exact", "float16")
 
     def told(name: str) -> Callable[[int], str]:
         def text(m: int) -> str:
-            one = called(run, *layer, (m, n, k), name)
+            one = query.called(run, *layer, (m, n, k), name)
             return f"{number(one.us)}, {ratio(one.x_cublas)}" if one else ABSENT
 
         return text
@@ -136,15 +121,15 @@ def _calls(run: Run) -> list[Part]:
         "GPU time of one call in us, tensor in to tensor out, casts and passes included, and how "
         "many times as fast that is as torch with dequantized weights in the same loop.",
         of_records(
-            [Column("M"), *(Column(kind_name(kind), least(kind)) for kind in kinds)],
+            [Column("M"), *(Column(query.kind_name(kind), least(kind)) for kind in kinds)],
             ms,
             "The least over all N x K, from the format where it is least to the one where it is "
             "most:",
         ),
         of_records(
-            [Column("M"), *(Column(f.upper(), told(f)) for f in formats(calls))],
+            [Column("M"), *(Column(f.upper(), told(f)) for f in query.formats(calls))],
             ms,
-            f"{kind_name(layer)}, N x K = {n} x {k}, by format:",
+            f"{query.kind_name(layer)}, N x K = {n} x {k}, by format:",
         ),
         _jumps(run),
     ]
@@ -153,10 +138,10 @@ def _calls(run: Run) -> list[Part]:
 def _jumps(run: Run) -> Part:
     if not any(one.swept for one in run.as_called):
         return None
-    if not (found := cliffs(run)):
-        return f"Nowhere does one token more take more than {CLIFF:g} times as long."
-    more = f"One token more takes more than {CLIFF:g} times as long in {len(found)} places"
-    return f"{more}, at most here: {jump(*found[0])}."
+    if not (found := query.cliffs(run)):
+        return f"Nowhere does one token more take more than {query.CLIFF:g} times as long."
+    more = f"One token more takes more than {query.CLIFF:g} times as long in {len(found)} places"
+    return f"{more}, at most here: {query.jump(*found[0])}."
 
 
 # ------------------------------------------------------------------------------------- the steps
@@ -164,16 +149,16 @@ def _jumps(run: Run) -> Part:
 
 def _homes(run: Run, with_errors: bool) -> list[Part]:
     """A line per format, a column per step: the kernel's time at the step's home."""
-    panels = ladder(run)
+    panels = query.ladder(run)
     rungs = [rung for panel in panels for rung in panel.rungs]
 
-    def column(rung: Rung) -> Column:
+    def column(rung: query.Rung) -> Column:
         rows = {row.format: time_of(row) for row in rung.every}
         return Column(str(rung.row.step), lambda name: rows.get(name, ABSENT))
 
     homes = [f"{panel.title}: {dims(panel.home)}" for panel in panels]
     away = [f"step {rung.row.step}: {dims(rung.row.shape)}" for rung in rungs if rung.away]
-    names = formats(row for rung in rungs for row in rung.every)
+    names = query.formats(row for rung in rungs for row in rung.every)
     if not rungs:
         return []
     times = of_records(
@@ -184,7 +169,7 @@ def _homes(run: Run, with_errors: bool) -> list[Part]:
     return [times, *[_errors(run, rungs)] * with_errors]
 
 
-def _errors(run: Run, rungs: Sequence[Rung]) -> str:
+def _errors(run: Run, rungs: Sequence[query.Rung]) -> str:
     """By how much products are off. Formats that are only read have no error of their own."""
     rows = [row for rung in rungs for row in rung.every if row.format in WEIGHT_FORMATS]
     told = [
@@ -192,18 +177,14 @@ def _errors(run: Run, rungs: Sequence[Rung]) -> str:
         "format's):",
         "",
     ]
-    kinds = {
-        "A16": "activations in floating point",
-        "A8": "rounded to 8 bits",
-        "fast": "the weights too",
-    }
-    for kind, what in kinds.items():
-        own = [row for row in rows if kind == (row.family if row.accuracy == "exact" else "fast")]
-        each = (
-            f"{name.upper()} {span(relative_error(run, row) for row in own if row.format == name)}"
-            for name in formats(own)
-        )
-        told += [f"- {kind}, {what}: {', '.join(each)}"] * bool(own)
+    kinds = ("A16", "activations in floating point"), ("A8", "rounded to 8 bits")
+    for kind, what in (*kinds, ("fast", "the weights too")):
+        errors: dict[str, list[float | None]] = {name: [] for name in query.formats(rows)}
+        for row in rows:
+            if kind == (row.family if row.accuracy == "exact" else "fast"):
+                errors[row.format].append(query.relative_error(run, row))
+        each = [f"{name.upper()} {span(own)}" for name, own in errors.items() if own]
+        told += [f"- {kind}, {what}: {', '.join(each)}"] * bool(each)
     return "\n".join(told)
 
 
@@ -222,7 +203,9 @@ def limits(env: Environment) -> list[tuple[str, str]]:
     rates = (("copy", env.limits.copy_tbps), ("read", env.limits.read_tbps))
     found = [(what, f"{number(rate)} TB/s") for what, rate in rates if rate]
     units = sorted(env.limits.tops.items(), key=lambda item: item[1])
-    return found + [(UNITS.get(unit, unit), f"{number(x)} T operations/s") for unit, x in units]
+    return found + [
+        (query.UNITS.get(unit, unit), f"{number(x)} T operations/s") for unit, x in units
+    ]
 
 
 def facts(env: Environment) -> list[tuple[str, str]]:

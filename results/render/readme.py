@@ -14,20 +14,7 @@ from typing import Final
 
 from results.measure.humming import W4A16
 from results.record.schema import AsCalled, Row, Run, Size
-from results.render.query import (
-    BASELINES,
-    CUBLAS,
-    LAYERS,
-    LLAMA_CPP,
-    Panel,
-    baseline,
-    called,
-    idea,
-    ladder,
-    main_format,
-    tabled,
-    when,
-)
+from results.render import query
 from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
 from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdown, percent, ratio
@@ -56,7 +43,16 @@ OF_LADDER: Final = (
 OF_CALLED: Final = (
     Column("tokens"),
     Column("N x K", words=True),
-    *map(Column, ("this project", "fast", BASELINES[CUBLAS], BASELINES[LLAMA_CPP], LAYERS[W4A16])),
+    *map(
+        Column,
+        (
+            "this project",
+            "fast",
+            query.BASELINES[query.CUBLAS],
+            query.BASELINES[query.LLAMA_CPP],
+            query.LAYERS[W4A16],
+        ),
+    ),
 )
 
 
@@ -72,12 +68,12 @@ def ladder_table(
     source: the run's file as linked. every: these steps too where they were not measured. href:
     where the link of a step leads, by its number and name.
     """
-    panels = ladder(run)
+    panels = query.ladder(run)
     shown = [rung.row for panel in panels for rung in panel.rungs]
     title = []
     if shown:
         title.append(
-            f"{shown[0].format.upper()} on an {run.env.where}, {when(shown)} "
+            f"{shown[0].format.upper()} on an {run.env.where}, {query.when(shown)} "
             f"([run]({source})). The kernel alone, at the M x N x K of its branch."
         )
     if any(row.parent and not row.x_parent and row.status == "ok" for row in shown):
@@ -87,14 +83,14 @@ def ladder_table(
     missing = [step for step in every if step.number not in {row.step for row in shown}]
     for key in BRANCHES:
         if key not in {panel.branch for panel in panels} and any(s.branch == key for s in missing):
-            panels.append(Panel(key, BRANCHES[key].title, BRANCHES[key].homes[0], ()))
+            panels.append(query.Panel(key, BRANCHES[key].title, BRANCHES[key].homes[0], ()))
     lines = []
     for panel in panels:
         lines.append(Line(("", f"**{panel.title}**, {dims(panel.home)}", *[""] * 4)))
         figures: dict[int, tuple[str, ...]] = {
             rung.row.step: (
                 f"[{rung.row.step}]({href(rung.row.step, rung.row.name)})",
-                idea(rung.row)
+                query.idea(rung.row)
                 + f", at {dims(rung.row.shape)}" * rung.away
                 + _mark(rung.row, stale),
                 time_of(rung.row),
@@ -119,13 +115,16 @@ def _mark(one: Row | AsCalled, stale: Keys) -> str:
 def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
     """What a caller of QuantLinear gets, in microseconds, beside cuBLAS float16, llama.cpp and
     Humming's W4A16; None where nothing was measured."""
-    name = main_format(tabled(run))
+    name = query.main_format(query.tabled(run))
     found: list[AsCalled] = []
     elsewhere: set[str] = set()
     lines = []
     for size in CALLED:
-        both = [called(run, "QuantLinear", how, "float16", size, name) for how in ("exact", "fast")]
-        beside = [baseline(run, peer, name, size) for peer in (LLAMA_CPP, W4A16)]
+        both = [
+            query.called(run, "QuantLinear", how, "float16", size, name)
+            for how in ("exact", "fast")
+        ]
+        beside = [query.baseline(run, peer, name, size) for peer in (query.LLAMA_CPP, W4A16)]
         own = [one for one in both if one]
         found += own
         elsewhere |= {peer.peer for peer in beside if peer and not peer.same_run}
@@ -134,11 +133,11 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
         theirs = [cell(peer.us if peer else None) for peer in beside]
         lines.append(Line((str(size[0]), dims(size[1:]), *times, torch, *theirs)))
     title = [
-        f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, {when(found)} "
-        f"([run]({source})). {BASELINES[LLAMA_CPP]}: float32 in and out"
-        + (", from another run." if LLAMA_CPP in elsewhere else ".")
+        f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, {query.when(found)} "
+        f"([run]({source})). {query.BASELINES[query.LLAMA_CPP]}: float32 in and out"
+        + (", from another run." if query.LLAMA_CPP in elsewhere else ".")
     ]
-    title += [f"{LAYERS[W4A16]}: from another run."] * (W4A16 in elsewhere)
+    title += [f"{query.LAYERS[W4A16]}: from another run."] * (W4A16 in elsewhere)
     title += [STALE_NOTE] * any(one.key in stale for one in found)
     return Table(OF_CALLED, tuple(lines), "\n".join(title)) if found else None
 

@@ -8,22 +8,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import AsCalled, Run
+from results.render import query
 from results.render.charts import style
 from results.render.charts.style import Curve
-from results.render.query import (
-    BASELINES,
-    CLIFF,
-    CUBLAS,
-    LAYERS,
-    LLAMA_CPP,
-    baseline_us,
-    called,
-    cliffs,
-    in_order,
-    main_format,
-    sweep,
-    tabled,
-)
 from results.render.table import Table, dims, number, ratio
 
 if TYPE_CHECKING:
@@ -39,9 +26,9 @@ OWN: Final = {
 SWEPT: Final = {name: accuracy for name, (_, accuracy, dtype) in OWN.items() if dtype == "float16"}
 MARKS: Final = dict(zip(OWN, "os^", strict=True))
 COLORS: Final = dict(zip(OWN, (style.BLUE, style.ORANGE, style.GREEN), strict=True))
-COLORS.update({name: style.BASELINE_COLORS[key] for key, name in BASELINES.items()})
+COLORS.update({name: style.BASELINE_COLORS[key] for key, name in query.BASELINES.items()})
 COLORS.update(style.LAYER_COLORS)
-DASHES: Final = {name: style.BASELINE_DASHES[key] for key, name in BASELINES.items()}
+DASHES: Final = {name: style.BASELINE_DASHES[key] for key, name in query.BASELINES.items()}
 PANEL: Final = 1.75
 LEFT: Final = 0.66
 ACROSS: Final = style.COLUMN - LEFT - 1.72
@@ -50,7 +37,7 @@ Weights = tuple[int, int]  # N, K
 
 
 def weights(calls: Iterable[AsCalled]) -> list[Weights]:
-    return [(n, k) for _, n, k in in_order((1, one.N, one.K) for one in calls)]
+    return [(n, k) for _, n, k in query.in_order((1, one.N, one.K) for one in calls)]
 
 
 def _axes(figure: Figure, top: float, size: Weights) -> Axes:
@@ -75,16 +62,18 @@ def _plot(axes: Axes, curves: Sequence[Curve], **looks: Any) -> None:
 
 def speeds(run: Run, n: int, k: int) -> list[Curve]:
     """(name, [(tokens, times as fast as cuBLAS)]) at one size of weights."""
-    calls = tabled(run)
-    name = main_format(calls)
+    calls = query.tabled(run)
+    name = query.main_format(calls)
     sizes = [(m, n, k) for m in sorted({one.M for one in calls if (n, k) == (one.N, one.K)})]
     ours = {
-        label: {size[0]: one for size in sizes if (one := called(run, *kind, size, name))}
+        label: {size[0]: one for size in sizes if (one := query.called(run, *kind, size, name))}
         for label, kind in OWN.items()
     }
     found = [(label, [(m, c.x_cublas) for m, c in own.items()]) for label, own in ours.items()]
-    for other, label in {LLAMA_CPP: BASELINES[LLAMA_CPP], **LAYERS}.items():
-        times = ((c, baseline_us(run, other, name, c.shape)) for c in ours["QuantLinear"].values())
+    for other, label in {query.LLAMA_CPP: query.BASELINES[query.LLAMA_CPP], **query.LAYERS}.items():
+        times = (
+            (c, query.baseline_us(run, other, name, c.shape)) for c in ours["QuantLinear"].values()
+        )
         found.append((label, [(c.M, c.cublas_us / us) for c, us in times if us]))
     return [(label, points) for label, points in found if points]
 
@@ -92,9 +81,9 @@ def speeds(run: Run, n: int, k: int) -> list[Curve]:
 def draw_speeds(run: Run) -> Figure:
     from matplotlib.ticker import NullFormatter
 
-    sizes = weights(tabled(run))
+    sizes = weights(query.tabled(run))
     height = style.HEAD + len(sizes) * (PANEL + 0.62) + 0.42
-    note = f"{main_format(tabled(run)).upper()}, float16 in and out"
+    note = f"{query.main_format(query.tabled(run)).upper()}, float16 in and out"
     figure = style.new_figure(height, "What a caller gets, tensor in to tensor out", run, note)
     drawn = {size: speeds(run, *size) for size in sizes}
     values = [x for each in drawn.values() for _, points in each for _, x in points] + [1.0]
@@ -113,7 +102,7 @@ def draw_speeds(run: Run) -> Figure:
         style.plain_log(axes.yaxis)
         ticks = [x for x in (0.25, 0.5, 1, 2, 4, 8) if low < x < high]
         axes.set_yticks(ticks, [f"{x:g}x" for x in ticks])
-        torch = (BASELINES[CUBLAS], [(m, 1.0) for m in (ms[0], ms[-1])])
+        torch = (query.BASELINES[query.CUBLAS], [(m, 1.0) for m in (ms[0], ms[-1])])
         _plot(axes, [torch, *curves], **marks)
         top += PANEL + 0.62
     axes.set_xlabel("M, tokens", fontsize=9.5)
@@ -123,7 +112,9 @@ def draw_speeds(run: Run) -> Figure:
 
 
 def tell_speeds(run: Run) -> tuple[str, Table]:
-    every = [(n_k, label, p) for n_k in weights(tabled(run)) for label, p in speeds(run, *n_k)]
+    every = [
+        (n_k, label, p) for n_k in weights(query.tabled(run)) for label, p in speeds(run, *n_k)
+    ]
     own = [x for _, label, points in every if label == "QuantLinear" for _, x in points]
     seen = f" QuantLinear is {ratio(min(own))} to {ratio(max(own))} as fast." if own else ""
     return (
@@ -146,12 +137,12 @@ def swept(run: Run) -> list[Weights]:
 
 def times(run: Run, n: int, k: int) -> list[Curve]:
     """(name, [(tokens, us)]) at one size of weights; torch's are those beside the exact layer."""
-    own = {label: sweep(run, accuracy, n, k) for label, accuracy in SWEPT.items()}
+    own = {label: query.sweep(run, accuracy, n, k) for label, accuracy in SWEPT.items()}
     found = [(label, [(one.M, one.us) for one in calls]) for label, calls in own.items()]
     beside = next((calls for calls in own.values() if calls), [])
-    found.append((BASELINES[CUBLAS], [(one.M, one.cublas_us) for one in beside]))
-    for name, label in LAYERS.items():
-        layers = [(one.M, baseline_us(run, name, one.format, one.shape)) for one in beside]
+    found.append((query.BASELINES[query.CUBLAS], [(one.M, one.cublas_us) for one in beside]))
+    for name, label in query.LAYERS.items():
+        layers = [(one.M, query.baseline_us(run, name, one.format, one.shape)) for one in beside]
         found.append((label, [(m, us) for m, us in layers if us is not None]))
     return [(label, points) for label, points in found if points]
 
@@ -166,7 +157,7 @@ def draw_times(run: Run) -> Figure:
     sizes = swept(run)
     own_height = PANEL + len(SWEPT) * BAR + 0.64
     height = style.HEAD + len(sizes) * own_height + 0.42
-    name = main_format(one for one in run.as_called if one.swept).upper()
+    name = query.main_format(one for one in run.as_called if one.swept).upper()
     note = f"{name}, float16 in and out"
     figure = style.new_figure(height, "Time of a call against its tokens", run, note)
     few = {label: {"marker": "o", "markersize": 3.5} for label in style.LAYER_COLORS}
@@ -183,7 +174,7 @@ def draw_times(run: Run) -> Figure:
         _plot(axes, curves, **few)
         for row, (label, accuracy) in enumerate(SWEPT.items()):
             bar = style.box(figure, LEFT, top + PANEL + 0.05 + row * BAR, ACROSS, BAR)
-            _bar(bar, ranges_of_steps(sweep(run, accuracy, *size)), COLORS[label], end)
+            _bar(bar, ranges_of_steps(query.sweep(run, accuracy, *size)), COLORS[label], end)
         bar.set_xticks(ticks, [str(m) for m in ticks])
     bar.set_xlabel("M, tokens", fontsize=9.5)
     style.foot(figure, "GPU time, tensor in to tensor out. Bars: the step that was chosen.")
@@ -211,8 +202,8 @@ def tell_times(run: Run) -> tuple[str, Table]:
         for label, points in times(run, *size)
     ]
     few = (1, 8, 16, 32, 64, max(points[-1][0] for _, points in every))
-    seen = f"nowhere does one token more take more than {CLIFF:g} times as long"
-    for one, more in cliffs(run)[:1]:
+    seen = f"nowhere does one token more take more than {query.CLIFF:g} times as long"
+    for one, more in query.cliffs(run)[:1]:
         most = number(more.us / one.us)
         seen = f"one token more takes at most {most} times as long, from M={one.M} to {more.M}"
     return (
@@ -221,5 +212,5 @@ def tell_times(run: Run) -> tuple[str, Table]:
     )
 
 
-AS_CALLED: Final = style.Chart("What a caller gets", tabled, draw_speeds, tell_speeds)
+AS_CALLED: Final = style.Chart("What a caller gets", query.tabled, draw_speeds, tell_speeds)
 TOKENS: Final = style.Chart("Time of a call against its tokens", swept, draw_times, tell_times)
