@@ -25,8 +25,10 @@ import numpy as np
 from qformats import BLOCK, FORMATS, format_of
 from reference import Problem, Reference, bfloat16_values, check
 from steps.blocks.q8_1 import q8_1_blocks
+from steps.checks import fuzz_experts
 from steps.checks.float64 import Answers, MachineProducts, Products
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
+from steps.checks.fuzz_experts import ExpertsCase
 from steps.checks.run import fatal
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
 from steps.contract import Kernel
@@ -115,11 +117,13 @@ def complaints(case: FuzzCase, machine: Machine, weights: Weights | None = None)
 
 
 def judged(
-    case: FuzzCase, machine: Machine, weights: Weights | None = None
+    case: FuzzCase | ExpertsCase, machine: Machine, weights: Any = None
 ) -> tuple[list[str], bool]:
     """(`complaints` or the error of a case, whether the GPU's context is lost, so that no more can
     run)"""
     try:
+        if isinstance(case, ExpertsCase):
+            return fuzz_experts.complaints(case, machine, weights), False
         return complaints(case, machine, weights), False
     except Exception as error:  # a kernel may fail in any way
         return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)

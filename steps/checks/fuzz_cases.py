@@ -44,6 +44,24 @@ DEEP: Final = 160_000
 """A K that is a multiple of all blocks and beyond what an int32 sum of int8 products holds."""
 
 
+def named_in(line: str, cls: type) -> dict[str, Any]:
+    """The fields of a case that a line names, of a dataclass of numbers and words of which the
+    first six have no default; UsageError for a line of anything else."""
+    known = {one.name: one for one in fields(cls)}
+    found: dict[str, Any] = {}
+    for word in line.split():
+        name, separator, value = word.partition("=")
+        if name not in known or not separator:
+            raise UsageError(f"{word!r} is none of {'=, '.join(known)}=")
+        try:
+            found[name] = int(value) if known[name].type == "int" else value
+        except ValueError:
+            raise UsageError(f"{word!r} is not a whole number") from None
+    if lacking := [name for name in list(known)[:6] if name not in found]:
+        raise UsageError(f"the case lacks {', '.join(lacking)}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class FuzzCase:
     """One product. `rows`: kinds of ROWS, joined by commas; row m of A is of kind m, in turns.
@@ -80,19 +98,7 @@ class FuzzCase:
     @classmethod
     def parse(cls, line: str) -> FuzzCase:
         """The case of a line; UsageError for one that names no case."""
-        known = {one.name: one for one in fields(cls)}
-        found: dict[str, Any] = {}
-        for word in line.split():
-            name, _, value = word.partition("=")
-            if name not in known or not value:
-                raise UsageError(f"{word!r} is none of {'=, '.join(known)}=")
-            try:
-                found[name] = int(value) if known[name].type == "int" else value
-            except ValueError:
-                raise UsageError(f"{word!r} is not a whole number") from None
-        if lacking := [name for name in list(known)[:6] if name not in found]:
-            raise UsageError(f"the case lacks {', '.join(lacking)}")
-        one = cls(**found)
+        one = cls(**named_in(line, cls))
         try:
             step = one.kernel
         except ValueError as error:

@@ -8,6 +8,9 @@ are the GPU's. A case that is wrong so is judged again by itself, by NumPy.
 Processes take GPUs in turns. What one has there at a time is bounded by what cases may be
 (`fuzz_cases.GPU_WEIGHTS` and others), less than 1 GB beside CUDA's own.
 
+Of several processes one in `EXPERTS` multiplies mixtures of experts (`steps.checks.fuzz_experts`),
+where no steps were named: its works are requests.
+
 A process that ends before its time, or does not end at all, is told with the case that it was at.
 """
 
@@ -29,14 +32,17 @@ from steps.checks import fuzz
 from steps.checks.float64 import products_launch
 from steps.checks.fuzz import Weights
 from steps.checks.fuzz_cases import FuzzCase, dealt, sharing, works
+from steps.checks.fuzz_experts import ExpertsCase, ExpertsWeights
+from steps.checks.fuzz_experts import sharing as sharing_experts
 from steps.compile.compiler import architecture, compiled, signature_of
-from steps.registry import kernel_of
+from steps.registry import kernel_of, ladder
 
 SHARED: Final = 32  # cases with the same weights
 COMPILING: Final = 20
 """Seconds in which a process compiles the kernels of one work, so often as their shapes ask for
 another tile; it has a work for twice as many."""
 
+EXPERTS: Final = 4  # see the module; with fewer processes there are no experts
 HEARD: Final = 0.5  # seconds after which there is a report, whatever came
 LATE: Final = 60.0  # seconds after the end, after which a process that still runs is stopped
 LONGEST: Final = 1000  # bytes of the line of a case
@@ -186,8 +192,14 @@ def _work(
     try:
         cuda.select_device(gpus[index % len(gpus)])
         machine = Gpu()
-        some = works([kernel_of(number) for number in numbers], machine.cc)
-        own = dealt(some, index, processes, seed)[: 1 + round(seconds / 2 / COMPILING)]
+        most_works = 1 + round(seconds / 2 / COMPILING)
+        own: Sequence[FuzzCase | ExpertsCase]
+        if index % EXPERTS == EXPERTS - 1 and len(numbers) == len(ladder()):
+            rng = np.random.default_rng([seed, index])
+            own = [one for _ in range(most_works) for one in sharing_experts(rng, False, 1)]
+        else:
+            some = works([kernel_of(number) for number in numbers], machine.cc)
+            own = dealt(some, index, processes, seed)[:most_works]
         most = None if count is None else count // processes + (index < count % processes)
         multiply(machine, own, [seed, index], until, most, line, pipe.send)
     except BaseException as error:
@@ -199,7 +211,7 @@ def _work(
 
 def multiply(
     machine: Any,
-    some: Sequence[FuzzCase],
+    some: Sequence[FuzzCase | ExpertsCase],
     seed: Sequence[int],
     until: float,
     most: int | None,
@@ -215,11 +227,11 @@ def multiply(
 
     while not is_over():
         work, weights = some[int(rng.integers(len(some)))], None
-        for case in sharing(rng, work, machine.cc is None, SHARED):
+        for case in _sharing(rng, work, machine.cc is None):
             if is_over():
                 break
             line.value = str(case).encode()[: LONGEST - 1]
-            weights = weights or Weights(case, machine, on_machine=True)
+            weights = weights or _weights(case, machine)
             found, lost = fuzz.judged(case, machine, weights)
             if found and not lost:
                 weights = None  # a kernel may have changed them
@@ -229,3 +241,15 @@ def multiply(
                 send(("wrong", str(case), found))
             send(("product", str(work)))
             made += 1
+
+
+def _sharing(rng: np.random.Generator, work: Any, simulated: bool) -> Sequence[Any]:
+    if isinstance(work, ExpertsCase):
+        return work.others(rng, simulated, SHARED)
+    return sharing(rng, work, simulated, SHARED)
+
+
+def _weights(case: Any, machine: Any) -> Any:
+    if isinstance(case, ExpertsCase):
+        return ExpertsWeights(case, machine)
+    return Weights(case, machine, on_machine=True)

@@ -11,17 +11,20 @@ import os
 import random
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from results.render import table
 from steps.checks import fuzz as fuzzer
-from steps.checks import fuzz_cases
+from steps.checks import fuzz_cases, fuzz_experts
 from steps.checks.fuzz_cases import FuzzCase
-from steps.checks.fuzz_workers import Tell, Totals, fuzz_on_gpus, gpus_of
+from steps.checks.fuzz_experts import ExpertsCase
+from steps.checks.fuzz_workers import EXPERTS, Tell, Totals, fuzz_on_gpus, gpus_of
 from steps.cli.arguments import MachineOf, machines, steps_of
-from steps.registry import kernel_of
+from steps.registry import kernel_of, ladder
 
 MOST: Final = 50  # wrong cases that are printed; of more only their number is told
 
@@ -45,8 +48,8 @@ def fuzz(args: Namespace) -> int:
             progress(what, min(args.seconds, round(time.monotonic() - start)))
 
         if cc is None or args.case is not None:
-            one = None if args.case is None else FuzzCase.parse(args.case)
-            totals = _here(numbers, seed, args.seconds, args.count, machine, one, cc, tell)
+            named = None if args.case is None else [*map(_case, args.case)]
+            totals = _here(numbers, seed, args.seconds, args.count, machine, named, cc, tell)
         else:
             many_of = (numbers, seed, args.seconds, args.count, jobs, gpus, cc)
             totals = fuzz_on_gpus(*many_of, tell, report)
@@ -60,7 +63,7 @@ def fuzz(args: Namespace) -> int:
     if totals.wrong > MOST:
         print(f"... and {totals.wrong - MOST} more")
     of = f" of {len(totals.works)} works by {jobs} processes" if many else ""
-    what = "products" if args.case is None else "case"
+    what = "products" if args.case is None else "case" if len(args.case) == 1 else "cases"
     where = f"{len(gpus)} of the {name}" if len(gpus) > 1 else f"the {name}"
     seeded = "" if args.case is not None else f", SEED={seed}"
     print(
@@ -93,14 +96,13 @@ def _here(
     seconds: float,
     count: int | None,
     machine: MachineOf,
-    one: FuzzCase | None,
+    named: Sequence[FuzzCase | ExpertsCase] | None,
     cc: tuple[int, int] | None,
     tell: Tell,
 ) -> Totals:
-    """The case that is named, or cases in the simulator, by this process."""
+    """The cases that are named, or cases in the simulator, by this process."""
     totals, start = Totals(), time.monotonic()
-    kernels = [kernel_of(number) for number in numbers]
-    for case in [one] if one else fuzz_cases.cases(seed, kernels, cc):
+    for case in named or _simulated(numbers, seed, cc):
         found, lost = fuzzer.judged(case, machine(case.order))
         totals.products += 1
         if found:
@@ -109,3 +111,16 @@ def _here(
         if lost or time.monotonic() - start >= seconds or totals.products == count:
             break
     return totals
+
+
+def _case(line: str) -> FuzzCase | ExpertsCase:
+    return (ExpertsCase if line.startswith("experts=") else FuzzCase).parse(line)
+
+
+def _simulated(numbers: list[int], seed: int, cc: tuple[int, int] | None) -> Iterator[Any]:
+    """Cases without end; of experts, too, where no steps were named."""
+    rng, with_experts = np.random.default_rng(seed), len(numbers) == len(ladder())
+    for i, case in enumerate(fuzz_cases.cases(seed, [*map(kernel_of, numbers)], cc)):
+        yield case
+        if with_experts and i % EXPERTS == EXPERTS - 1:
+            yield from fuzz_experts.sharing(rng, True, 1)

@@ -26,9 +26,10 @@ from typing import Final
 from results.record import store
 from results.record.environment import environment
 from results.record.schema import Environment
+from steps.checks.fuzz_experts import SANITIZED
 from steps.cli.arguments import machines
 from steps.cli.run import remark
-from steps.cli.tools import ROOT, SANITIZERS, required, sanitizing, this
+from steps.cli.tools import ROOT, SANITIZERS, checking, required, sanitizing, this
 from steps.registry import kernel_of, ladder
 
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
@@ -85,15 +86,17 @@ def gpu_tests(args: Namespace) -> int:
 
 
 def sanitizer_commands(tool: str) -> Iterator[list[str]]:
-    """Each tool over the checks of each step, the newest steps first; and of the kernel that it
-    teaches, by a dtype that the lesson does not write."""
+    """Each tool over products of experts, and over the checks of each step, the newest steps first;
+    and of the kernel that it teaches, by a dtype that the lesson does not write."""
+    for kind in SANITIZERS:
+        yield sanitizing(tool, kind, this("fuzz", "--case", *SANITIZED))
     for name in FORMATS:
         for kind in SANITIZERS:
             for step in reversed(ladder()):
                 others = [one for one in kernel_of(step.number).outputs if one not in step.outputs]
                 for dtype in ([], *(["--dtype", one] for one in others[:1])):
                     check = str(step.number), "--quick", "--format", name, *dtype
-                    yield sanitizing(tool, kind, *check)
+                    yield sanitizing(tool, kind, checking(*check))
 
 
 def sanitized(

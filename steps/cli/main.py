@@ -249,7 +249,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         STEPS,
         _count("--seconds", "how long (default 60)", default=60),
         _option("--seed", type=_seed, help="of the cases (default: another each time)"),
-        _option("--case", metavar="LINE", help="this one alone, as a failure names it"),
+        _option("--case", metavar="LINE", nargs="+", help="these alone, as failures name them"),
         _count("--count", "the most products (default: as many as there is time for)"),
         _count("--jobs", "processes, which share all GPUs (default: one for each core)"), JSON,
     )),

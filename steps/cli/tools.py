@@ -68,10 +68,14 @@ def this(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "steps", *arguments]
 
 
-def sanitizing(tool: str, name: str, *check: str) -> list[str]:
-    """The command by which Compute Sanitizer, at the path `tool`, looks at a `check` on the GPU."""
-    checked = this("check", *check, "--machine", "gpu", "--small")
-    return [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1", *checked]
+def checking(*check: str) -> list[str]:
+    """The command of a `check` on the GPU, small enough for the sanitizer."""
+    return this("check", *check, "--machine", "gpu", "--small")
+
+
+def sanitizing(tool: str, name: str, command: Sequence[str]) -> list[str]:
+    """The command by which Compute Sanitizer, at the path `tool`, looks at another."""
+    return [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1", *command]
 
 
 def profile(args: Namespace) -> int:
@@ -105,7 +109,7 @@ def sanitize(args: Namespace) -> int:
         *(["--dtype", args.dtype] if args.dtype else []),
     ]
     names = [one for several in args.tool or [SANITIZERS] for one in several]
-    if bad := [name for name in names if _run(sanitizing(tool, name, *checks))]:
+    if bad := [name for name in names if _run(sanitizing(tool, name, checking(*checks)))]:
         print(f"compute-sanitizer found errors with {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from results.record.schema import Environment, Git
+from steps.checks.fuzz_experts import SANITIZED
 from steps.cli import gpu_tests, tools
 from steps.cli.gpu_tests import Ended, sanitized, sanitizer_record, suite_record
 from steps.cli.main import main
@@ -151,9 +152,13 @@ def test_all_of_it_runs_and_is_written(
     checks = [command for command in ran if "check" in command]
     each = len(gpu_tests.SANITIZERS) * len(gpu_tests.FORMATS)
     assert len(checks) == (len(steps) + len(kernels)) * each
-    assert len(ran) == len(checks) + 3
+    experts = [command for command in ran if "--case" in command]
+    assert [command[command.index("--tool") + 1] for command in experts] == [*gpu_tests.SANITIZERS]
+    assert all(command[-len(SANITIZED) :] == [*SANITIZED] for command in experts)
+    assert len(ran) == len(checks) + len(experts) + 3
     assert ran[-1][-3:] == ["gpu and alone", "-n", "0"]
-    assert {command[-3] for command in ran if "fuzz" in command} == {"60"}
+    (fuzzed,) = (command for command in ran if "fuzz" in command and command not in experts)
+    assert fuzzed[-3] == "60"
     assert (out / "gpu-tests.txt").read_text().count("3 passed") == 2
     wrong = sum("racecheck" in command and "17" in command for command in checks)
     assert wrong == 2 * len(gpu_tests.FORMATS), "the lesson and its kernel"
