@@ -14,7 +14,7 @@ from qformats.repack import tiles
 from reference import Bfloats, Halves, Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound
-from reference.product import both
+from reference.product import same_operands
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
@@ -133,7 +133,7 @@ class Case:
             own = ids == e
             if not own.any():
                 continue
-            same, size = both(operands.rows(rows[own]), blocks)
+            same, size = same_operands(operands.rows(rows[own]), blocks)
             error = bound("A16", r.k, size, OPERANDS[r.a])
             if self.bias is not None:
                 same = same + float64_of(self.bias[e])
