@@ -3,7 +3,8 @@
 A pair is what a layer multiplies for a batch of tokens: gates and ups, silu(gate) * up (gpt-oss's
 clamped gate), downs, the router's weights and the sum over a token's experts. Both sides run as
 CUDA graphs, in turn, and read weights from memory: other tokens choose other experts in each
-repetition, of several copies of the weights.
+repetition, of several copies of the weights. Where products of so many tokens may be "fast", that
+pair takes turns too.
 
 torch's side is bfloat16: `torch._grouped_mm` twice and the gate between, on rows that are sorted by
 expert already. It is not charged for sorting, gathering and the weighted sum.
@@ -24,11 +25,13 @@ from typing import Any, Final, cast
 import numpy as np
 
 from qformats import FORMATS, quantize
+from qformats.repack import byte_tiles, tiles
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.protocol import Budget, Captures, GpuStopwatch
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.environment import environment
 from steps.compile.parallel_compile import compile_ahead
+from steps.contract import ACCURACIES
 from steps.driver.machines import Gpu
 from steps.kernels.experts.contract import ExpertsRequest
 from steps.product.experts import ExpertsPlan, PackedExperts, choose, packed_arrays
@@ -83,25 +86,34 @@ def packed(layer: Layer, n: int, k: int, machine: Gpu, copies: int) -> list[Pack
         from reference.drawn import random_blocks
 
         blocks = random_blocks(rng, n, k, layer.format)
-    one = [torch.from_numpy(x).cuda() for x in packed_arrays(blocks[None])]
-    made = []
-    for _ in range(copies):
-        tiles, scales = (cuda.as_cuda_array(x.repeat(layer.experts)) for x in one)
-        made.append(PackedExperts(layer.format, layer.experts, n, k, (tiles, scales), machine))
+
+    def repeated(pack: Any) -> Any:
+        one = [torch.from_numpy(x).cuda() for x in packed_arrays(blocks[None], pack)]
+        return [
+            tuple(cuda.as_cuda_array(x.repeat(layer.experts)) for x in one) for _ in range(copies)
+        ]
+
+    size = layer.format, layer.experts, n, k
+    made = [
+        PackedExperts(*size, exact, machine, fast)
+        for exact, fast in zip(repeated(tiles), repeated(byte_tiles), strict=True)
+    ]
     torch.cuda.synchronize()
     return made
 
 
-def requests_of(layer: Layer, tokens: int, dtype: str) -> tuple[ExpertsRequest, ExpertsRequest]:
+def requests_of(
+    layer: Layer, tokens: int, dtype: str, accuracy: str = "exact"
+) -> tuple[ExpertsRequest, ExpertsRequest]:
     """Those of a pair."""
     of_bias = dtype if layer.gate == "clamped" else None
     up = ExpertsRequest(
         layer.format, tokens, layer.chosen, layer.experts, 2 * layer.inner, layer.hidden, dtype,
-        dtype, "int64", bias=of_bias, gate=layer.gate,
+        dtype, "int64", bias=of_bias, gate=layer.gate, accuracy=accuracy,
     )  # fmt: skip
     down = ExpertsRequest(
         layer.format, tokens, layer.chosen, layer.experts, layer.hidden, layer.inner, dtype, dtype,
-        "int64", True, of_bias, router="float32", follows=True,
+        "int64", True, of_bias, router="float32", follows=True, accuracy=accuracy,
     )  # fmt: skip
     return up, down
 
@@ -109,12 +121,14 @@ def requests_of(layer: Layer, tokens: int, dtype: str) -> tuple[ExpertsRequest, 
 class Pair:
     """The products of a layer for `tokens` tokens, by the experts of each slot."""
 
-    def __init__(self, layer: Layer, tokens: int, dtype: str, weights: Any, ids: Sequence[Any]):
+    def __init__(
+        self, layer: Layer, tokens: int, dtype: str, accuracy: str, weights: Any, ids: Sequence[Any]
+    ) -> None:
         import torch
 
         kind = getattr(torch, dtype)
         up, down = weights
-        requests = requests_of(layer, tokens, dtype)
+        requests = requests_of(layer, tokens, dtype, accuracy)
         self.ids, of_bias = ids, requests[0].bias
         self.plans = [
             (ExpertsPlan(one, requests[0], None), ExpertsPlan(other, requests[1], None))
@@ -172,6 +186,12 @@ def float_weights(layer: Layer) -> Any:
     return one(2 * layer.inner, layer.hidden), one(layer.hidden, layer.inner)
 
 
+def is_fast(layer: Layer, tokens: int, dtype: str, machine: Any) -> bool:
+    """Whether a pair has other kernels where it may be fast."""
+    requests = requests_of(layer, tokens, dtype, "fast")
+    return any(choose(one, machine).kernel.accuracy == "fast" for one in requests)
+
+
 def _calls(*args: Any) -> list[Callable[[], None]]:
     """Those of a slot, which comes last."""
     *calls, slot = args
@@ -198,12 +218,15 @@ def measured(
             host = [routed(layer, t, routing, rng) for _ in range(SLOTS)]
             ids = [torch.from_numpy(one).cuda() for one in host]
             distinct = float(np.mean([len(np.unique(one)) for one in host]))
-            pair = Pair(layer, t, dtype, weights, ids)
+            pair = Pair(layer, t, dtype, "exact", weights, ids)
             works = {
                 "pair": partial(_calls, pair.first, pair.second),
                 "up": partial(_calls, pair.first),
                 "down": partial(_calls, pair.second),
             }
+            if is_fast(layer, t, dtype, machine):
+                fast = Pair(layer, t, dtype, "fast", weights, ids)
+                works["fast"] = partial(_calls, fast.first, fast.second)
             if beside:
                 works["torch"] = partial(_calls, Grouped(layer, t, floats, ids))
             for work in works.values():
@@ -223,6 +246,8 @@ def measured(
                 row[f"{key}_us"], row[f"{key}_spread"] = one.timing.us, one.timing.spread
             if beside:
                 row["x_torch"] = ratio(found["torch"].times, found["pair"].times)
+            if beside and "fast" in found:
+                row["fast_x_torch"] = ratio(found["torch"].times, found["fast"].times)
             rows.append(row)
             say(
                 f"{name} T={t} {routing} {dtype}: "
@@ -256,7 +281,8 @@ def main() -> None:
         for name in args.shapes
         for dtype in args.dtype
         for t in args.tokens
-        for request in requests_of(LAYERS[name], t, dtype)
+        for accuracy in ACCURACIES
+        for request in requests_of(LAYERS[name], t, dtype, accuracy)
     ]
     compile_ahead(wanted, machine, print)
     for name in args.shapes:

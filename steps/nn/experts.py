@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from qformats import FORMATS, quantize
-from steps.contract import array_dtype
+from qformats.repack import byte_tiles, tiles
+from steps.contract import array_dtype, known_accuracy
 from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.experts.gates import ALPHA, LIMIT
 from steps.nn import operator as operator
@@ -66,6 +67,7 @@ def _on_gpu(
     x: Tensor,
     ids: Tensor,
     weights: list[Tensor],
+    fast: list[Tensor],
     bias: Tensor | None,
     router: Tensor | None,
     format: str,
@@ -76,32 +78,36 @@ def _on_gpu(
 ) -> Tensor:
     """y [T, S, N] of x [T, K] or [T, S, K] and ids [T, S], see `steps.product.experts.experts`.
 
-    weights: packed arrays. gate: "" for none. router: y is [T, N] then. Everything is on one GPU;
-    what is not contiguous, or of a dtype that no kernel reads, is copied.
+    weights: packed arrays. fast: those that fast kernels read, none where products are exact. gate:
+    "" for none. router: y is [T, N] then. Everything is on one GPU; what is not contiguous, or of a
+    dtype that no kernel reads, is copied.
     """
-    y = _shape_of(x, ids, weights, bias, router, format, experts, n, gate, follows)
+    y = _shape_of(x, ids, weights, fast, bias, router, format, experts, n, gate, follows)
     if not y.numel():
         return y
     k = x.shape[-1]
     _check(ids, experts)
-    given = [operator._readable(x, x.dtype), y, *weights, ids.contiguous()]
     of_bias, of_router = (_float(one) for one in (bias, router))
-    given += [one for one in (of_bias, of_router) if one is not None]
     names = [None if one is None else operator.NAMES[one.dtype] for one in (of_bias, of_router)]
     tokens, chosen = ids.shape
     request = ExpertsRequest(
         format, tokens, chosen, experts, n, k, operator.NAMES[x.dtype], operator.NAMES[x.dtype],
         IDS[ids.dtype], x.ndim == 3, names[0], gate or None, names[1], follows,
+        "fast" if fast else "exact",
     )  # fmt: skip
     with torch.cuda.device(x.device):
-        made = _prepared.of((request, x.get_device()), lambda: _loaded(request, weights))
-        operator.launch(made, given)
+        made, reads_fast = _prepared.of(
+            (request, x.get_device()), lambda: _loaded(request, weights, fast)
+        )
+        given = [operator._readable(x, x.dtype), y, *(fast if reads_fast else weights)]
+        others = (ids.contiguous(), of_bias, of_router)
+        operator.launch(made, [*given, *(one for one in others if one is not None)])
     return y
 
 
 def _shape_of(
-    x: Tensor, ids: Tensor, weights: list[Tensor], bias: Tensor | None, router: Tensor | None,
-    format: str, experts: int, n: int, gate: str, follows: bool,
+    x: Tensor, ids: Tensor, weights: list[Tensor], fast: list[Tensor], bias: Tensor | None,
+    router: Tensor | None, format: str, experts: int, n: int, gate: str, follows: bool,
 ) -> Tensor:  # fmt: skip
     outputs = n // 2 if gate else n
     shape = (len(ids), outputs) if router is not None else (*ids.shape, outputs)
@@ -113,14 +119,20 @@ _product = torch.library.custom_op(
 )
 _product.register_fake(_shape_of)
 
-_prepared: Kept[Prepared] = Kept(operator.PREPARED)
+_prepared: Kept[tuple[Prepared, bool]] = Kept(operator.PREPARED)
 
 
-def _loaded(request: ExpertsRequest, weights: list[Tensor]) -> Prepared:
+def _loaded(
+    request: ExpertsRequest, weights: list[Tensor], fast: list[Tensor]
+) -> tuple[Prepared, bool]:
+    """The launches, and whether they read the fast arrays."""
     require_product(request)
     with operator._loading_allowed():
-        types = [(shape, array_dtype(dtype)) for shape, dtype in operator.array_types(weights)]
-        return prepare(choose(request, operator._machine()), types)
+        choice = choose(request, operator._machine())
+        reads_fast = choice.kernel.accuracy == "fast"
+        arrays = operator.array_types(fast if reads_fast else weights)
+        types = [(shape, array_dtype(dtype)) for shape, dtype in arrays]
+        return prepare(choice, types), reads_fast
 
 
 def _float(x: Tensor | None) -> Tensor | None:
@@ -142,11 +154,11 @@ def _check(ids: Tensor, experts: int) -> None:
         )
 
 
-def _packed(blocks: Tensor, format: str, device: Any) -> list[Tensor]:
+def _packed(blocks: Tensor, format: str, device: Any, pack: Any = tiles) -> list[Tensor]:
     """The packed arrays of blocks, uint8 [E, N, bytes of a row], on a GPU."""
     fmt = FORMATS[format]
     host = operator.host_blocks(blocks.cpu().contiguous(), fmt)
-    return [operator.upload(array, device) for array in packed_arrays(host)]
+    return [operator.upload(array, device) for array in packed_arrays(host, pack)]
 
 
 # --- ggml's operation -----------------------------------------------------------------------------
@@ -179,7 +191,8 @@ def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
 def _products_on_gpu(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
     _products_of_experts(blocks, x, ids, format)
     weights = _of_blocks.of(blocks, format, lambda: _packed(blocks, format, x.device))
-    return _product(x, ids, weights, None, None, format, len(blocks), blocks.shape[1], "", False)
+    size = format, len(blocks), blocks.shape[1]
+    return _product(x, ids, weights, [], None, None, *size, "", False)
 
 
 _of_blocks: KeptWith[list[Tensor]] = KeptWith()
@@ -225,6 +238,8 @@ class QuantExperts(nn.Module):
     act_fn         : of gates, a module or function; "clamped" for gpt-oss's gate: gates up to 7,
                      ups from -7 to 7, gate * sigmoid(1.702 gate) * (up + 1).
     biases         : None, or (of gates [E, I], of ups [E, I], of downs [E, K]).
+    accuracy       : "exact" or "fast", see `steps.product.experts.experts`. "fast" keeps a second
+                     packing on a GPU.
 
     A state dict holds the blocks and their formats, as that of a `QuantLinear` does, and biases.
     Nothing has a gradient. Raises TypeError and ValueError for what are no blocks of such shapes.
@@ -239,9 +254,11 @@ class QuantExperts(nn.Module):
         down: tuple[Tensor, str],
         act_fn: Callable[[Tensor], Tensor] | str = torch.nn.functional.silu,
         biases: tuple[Tensor, Tensor, Tensor] | None = None,
+        *,
+        accuracy: str = "exact",
     ) -> None:
         super().__init__()
-        self.act_fn = act_fn
+        self.act_fn, self.accuracy = act_fn, known_accuracy(accuracy)
         given = dict(zip(PARTS, (gate, up, down), strict=True))
         self.formats = {name: format for name, (_, format) in given.items()}
         sizes = {name: _matrices(*one) for name, one in given.items()}
@@ -263,7 +280,9 @@ class QuantExperts(nn.Module):
             self._move(where)
 
     @classmethod
-    def from_float(cls, module: Any, format: str = "q4_0") -> QuantExperts:
+    def from_float(
+        cls, module: Any, format: str = "q4_0", *, accuracy: str = "exact"
+    ) -> QuantExperts:
         """Quantize the experts of a transformers model: a module with `gate_up_proj` and
         `down_proj` as Qwen3-MoE and Mixtral have them, or gpt-oss. Raises ValueError for another
         module, with the reason."""
@@ -276,11 +295,12 @@ class QuantExperts(nn.Module):
         else:
             gate, up = gate_up.chunk(2, dim=1)
         gates, ups, downs = ((_quantized(w, format), format) for w in (gate, up, down))
-        made = cls(gates, ups, downs, getattr(module, "act_fn", "clamped"), _biases(module))
+        act_fn, biases = getattr(module, "act_fn", "clamped"), _biases(module)
+        made = cls(gates, ups, downs, act_fn, biases, accuracy=accuracy)
         return made.train(module.training).to(gate_up.device)
 
     @classmethod
-    def empty(cls, module: Any, formats: dict[str, str]) -> QuantExperts:
+    def empty(cls, module: Any, formats: dict[str, str], accuracy: str = "exact") -> QuantExperts:
         """A layer without values in the place of experts of a transformers model, on the meta
         device; biases are the module's."""
         e, k, inner = _sizes(module)
@@ -292,32 +312,29 @@ class QuantExperts(nn.Module):
             made = torch.empty(shape, dtype=torch.uint8, device="meta")
             parts.append((made, fmt.name))
         gate, up, down = parts
-        return cls(gate, up, down, getattr(module, "act_fn", "clamped"), _biases(module))
+        act_fn, biases = getattr(module, "act_fn", "clamped"), _biases(module)
+        return cls(gate, up, down, act_fn, biases, accuracy=accuracy)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
         if not self._on_gpu:
             return self._on_cpu(hidden_states, top_k_index, top_k_weights)
         x, ids, dtype = hidden_states, top_k_index, hidden_states.dtype
-        if (both := self._arrays("gate_up")) and self._gate:
-            x = self._launched(x, ids, both, "gate", 2 * self.inner, self._gate)
+        if fused := bool(self._arrays("gate_up")):
+            x = self._launched("gate_up", x, ids, gate=self._gate)
         else:
-            gate = self._launched(x, ids, self._arrays("gate"), "gate", self.inner)
-            up = self._launched(x, ids, self._arrays("up"), "up", self.inner)
-            x = self._gated(gate, up).to(dtype)
-        bias = self._bias("down")
-        return _product(
-            x, ids, self._arrays("down"), bias, top_k_weights, self.formats["down"],
-            self.num_experts, self.hidden, "", bool(self._arrays("gate_up")),
-        )  # fmt: skip
+            x = self._gated(self._launched("gate", x, ids), self._launched("up", x, ids)).to(dtype)
+        return self._launched("down", x, ids, top_k_weights, follows=fused)
 
     def _launched(
-        self, x: Tensor, ids: Tensor, weights: list[Tensor], name: str, n: int, gate: str = ""
-    ) -> Tensor:
-        bias = self._bias("gate_up" if gate else name)
+        self, name: str, x: Tensor, ids: Tensor, router: Tensor | None = None, gate: str = "",
+        follows: bool = False,
+    ) -> Tensor:  # fmt: skip
+        n = {"gate_up": 2 * self.inner, "down": self.hidden}.get(name, self.inner)
         return _product(
-            x, ids, weights, bias, None, self.formats[name], self.num_experts, n, gate, False
-        )
+            x, ids, self._arrays(name), self._arrays(f"{name}_fast"), self._bias(name), router,
+            self.formats["gate" if gate else name], self.num_experts, n, gate, follows,
+        )  # fmt: skip
 
     def _on_cpu(self, hidden_states: Tensor, ids: Tensor, router: Tensor) -> Tensor:
         parts = {}
@@ -362,7 +379,8 @@ class QuantExperts(nn.Module):
         return ", ".join(f"{name} {one}" for name, one in self.formats.items())
 
     def extra_repr(self) -> str:
-        return f"{self.num_experts}, {self._formats()}"
+        accuracy = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
+        return f"{self.num_experts}, {self._formats()}{accuracy}"
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Blocks that are no bytes are an error of `load_state_dict`, and not loaded. Where the
@@ -388,7 +406,8 @@ class QuantExperts(nn.Module):
     @property
     def device_bytes(self) -> int:
         """Bytes of the weights on the layer's device."""
-        arrays = [one for name in ("gate_up", *PARTS) for one in self._arrays(name)]
+        names = [name + fast for name in ("gate_up", *PARTS) for fast in ("", "_fast")]
+        arrays = [one for name in names for one in self._arrays(name)]
         arrays = arrays or [self._buffers[f"{name}_blocks"] for name in PARTS]
         return sum(one.nbytes for one in arrays)
 
@@ -433,8 +452,10 @@ class QuantExperts(nn.Module):
         self._upload("down", down, self.formats["down"], device)
 
     def _upload(self, name: str, blocks: Tensor, format: str, device: Any) -> None:
-        for i, array in enumerate(_packed(blocks, format, device)):
-            self.register_buffer(f"{name}_{i}", array, persistent=False)
+        packings = {name: tiles, f"{name}_fast": byte_tiles}
+        for one, pack in list(packings.items())[: 1 if self.accuracy == "exact" else 2]:
+            for i, array in enumerate(_packed(blocks, format, device, pack)):
+                self.register_buffer(f"{one}_{i}", array, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantExperts:
         """.to(), .half(), .cuda() and their like: they move and cast biases. Blocks keep their

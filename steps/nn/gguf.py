@@ -120,7 +120,8 @@ def use_gguf(
 
     model : of transformers, by its `from_pretrained(..., gguf_file=...)`, on the CPU or on a GPU.
     path  : the file; of a split one the first part. It must not change while the model is in use.
-    accuracy, invariant : of all linear layers, see `steps.nn.linear.QuantLinear`.
+    accuracy, invariant : of all linear layers, see `steps.nn.linear.QuantLinear`; accuracy of
+                          experts, too.
 
     Linear layers become `QuantLinear`, embeddings `QuantEmbedding` and experts `QuantExperts`, on
     the devices where they are. Modules stay, and are named with the reason, that the file has no
@@ -481,7 +482,8 @@ class _Replacing:
             if not equal:
                 raise _Stays(f"its values are not those of {source.tensor.name}")
         gates, ups, downs = given
-        made = QuantExperts(gates, ups, downs, module.act_fn).to(device)
+        accuracy = self.options["accuracy"]
+        made = QuantExperts(gates, ups, downs, module.act_fn, accuracy=accuracy).to(device)
         if not is_packed:
             _require_same_answers(module, made, down)
         return made, sources

@@ -744,7 +744,7 @@ def quantize_model(
              in full or some successive parts of it: "lm_head" matches "lm_head" and
              "model.lm_head", "mlp" all layers in modules of that name, "layers.0" those of the
              first layer. With *, ? or [ it is a pattern for the whole name: "*.down_proj".
-    accuracy, invariant : of all layers, see `QuantLinear`.
+    accuracy, invariant : of all layers, see `QuantLinear`; accuracy of experts, too.
 
     These layers are left alone too, and reported with the reason: those whose K is not a multiple
     of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; adapters,
@@ -804,7 +804,7 @@ def quantize_model(
         counted.add(memory)
         one.linear = weight = None  # its memory is free for the next one
     skipped = [(one.names[0], one.why) for one in candidates.values() if one.why is not None]
-    of_experts = _replace_experts(modules, fmt.name, skip, used)
+    of_experts = _replace_experts(modules, fmt.name, accuracy, skip, used)
     replaced += of_experts[0]
     skipped += of_experts[1]
     skipped += _not_linear(modules)
@@ -816,7 +816,7 @@ def quantize_model(
 
 
 def _replace_experts(
-    modules: dict[str, Any], format: str, skip: Sequence[str], used: set[str]
+    modules: dict[str, Any], format: str, accuracy: str, skip: Sequence[str], used: set[str]
 ) -> tuple[list[Replaced], list[tuple[str, str]]]:
     """Replace experts of transformers' models: (those replaced, those skipped and why)."""
     of = import_module("steps.nn.experts")  # imports this module
@@ -834,7 +834,7 @@ def _replace_experts(
             continue
         before = sum(one.nbytes for one in module.parameters())
         try:
-            made = of.QuantExperts.from_float(module, format)
+            made = of.QuantExperts.from_float(module, format, accuracy=accuracy)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         parent, _, last = name.rpartition(".")

@@ -42,7 +42,7 @@ METHOD: Final = "steps.nn.pretrained"
 @register_quantization_config(METHOD)
 class BlocksConfig(QuantizationConfigMixin):
     """What a config says. layers: the options of `QuantLinear` for each, by its name; for experts
-    their `formats`."""
+    their `formats` and accuracy."""
 
     def __init__(self, layers: dict[str, dict[str, Any]], quant_method: str = METHOD) -> None:
         self.quant_method, self.layers = METHOD, layers
@@ -160,11 +160,13 @@ def tell_transformers(model: Any) -> None:
 
 def _tell(model: Any) -> dict[str, dict[str, Any]]:
     """Write into the config which layers are quantized; returns what it says of them."""
-    layers = {}
+    layers: dict[str, dict[str, Any]] = {}
     floats = [one.dtype for one in model.parameters() if one.is_floating_point()]
     for name, one in model.named_modules(remove_duplicate=False):
         if isinstance(one, QuantExperts):
             layers[name] = {"formats": dict(one.formats)}
+            if one.accuracy != "exact":
+                layers[name]["accuracy"] = one.accuracy
         elif _is_quantized(one):
             options: dict[str, Any] = {"format": one.format}
             if one.accuracy != "exact":

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qformats.repack import TILE_ROWS, tiles
+from qformats.repack import TILE_ROWS, byte_tiles, tiles
 from steps.compile.dry_run import OUT, A, ArrayType, DryRun, Placeholder, operands
-from steps.contract import FLOATS, Launch, Machine, array_dtype
+from steps.contract import FLOATS, Accuracy, Launch, Machine, array_dtype, known_accuracy
 from steps.driver.launcher import address_of, stream_handle
 from steps.kernels.experts import few, many
 from steps.kernels.experts.contract import (
@@ -83,6 +83,8 @@ class PackedExperts:
     equals itself alone, and is neither copied nor pickled: what can be is the blocks.
 
     arrays   : (packed, row_scales) of all experts, see `steps.kernels.experts.contract`.
+    fast     : the same as kernels of int8 read them; None where no product may be fast.
+    accuracy : of products that do not name one.
     products : those prepared on the GPU, by their `ExpertsRequest`.
     """
 
@@ -92,6 +94,8 @@ class PackedExperts:
     k: int
     arrays: tuple[Any, Any]
     machine: Gpu | Simulator
+    fast: tuple[Any, Any] | None = None
+    accuracy: Accuracy = "exact"
     products: Kept[ExpertsProduct] = field(init=False, default_factory=lambda: Kept(PRODUCTS))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,13 +107,25 @@ class PackedExperts:
     def __repr__(self) -> str:
         return f"PackedExperts({self.format} [{self.experts}, {self.n}, {self.k}])"
 
+    def read_by(self, kernel: ExpertsKernel) -> tuple[Any, Any]:
+        """The arrays that a kernel reads."""
+        if kernel.accuracy == "exact":
+            return self.arrays
+        assert self.fast is not None
+        return self.fast
+
 
 def pack_experts(
-    w: np.ndarray | Tensor, *, machine: Gpu | Simulator | None = None
+    w: np.ndarray | Tensor,
+    *,
+    accuracy: Accuracy = "exact",
+    machine: Gpu | Simulator | None = None,
 ) -> PackedExperts:
     """Weights of experts, repacked as kernels read them and uploaded once.
 
     w       : blocks [E, N, K/32], of K-quants [E, N, K/256], a NumPy array or a tensor of a file.
+    accuracy: "exact" or "fast", see `experts`: of products that do not name one. "fast" packs the
+              weights once more, for products of many tokens; few tokens are exact.
     machine : by default the current GPU; `steps.driver.machines.Simulator()` needs none, and is
               slow.
 
@@ -117,11 +133,13 @@ def pack_experts(
     finite scale and for formats that no kernel takes, RuntimeError without a GPU.
     """
     blocks, count, n, k = _matrices(blocks_of(w))
+    packings = [tiles, byte_tiles] if known_accuracy(accuracy) == "fast" else [tiles]
     where = machine_for(machine)
-    made = packed_arrays(blocks)
-    arrays = (where.array(made[0]), where.array(made[1]))
+    made = [tuple(map(where.array, packed_arrays(blocks, pack))) for pack in packings]
     where.synchronize()  # an upload may be read on any stream from here on
-    return PackedExperts(weight_format(blocks[0]).name, count, n, k, arrays, where)
+    fast = made[1] if made[1:] else None
+    name = weight_format(blocks[0]).name
+    return PackedExperts(name, count, n, k, made[0], where, fast, accuracy)
 
 
 def _matrices(w: Any) -> tuple[np.ndarray, int, int, int]:
@@ -139,15 +157,15 @@ def _matrices(w: Any) -> tuple[np.ndarray, int, int, int]:
     return w, count, n, blocks_k * fmt.elements
 
 
-def packed_arrays(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(packed uint8, row_scales float32) of blocks [E, N, K/32]: what `qformats.repack.tiles` makes
-    of each expert, one after another."""
-    first, scales = tiles(blocks[0])
+def packed_arrays(blocks: np.ndarray, pack: Any = tiles) -> tuple[np.ndarray, np.ndarray]:
+    """(packed uint8, row_scales float32) of blocks [E, N, K/32]: what `tiles` of `qformats.repack`,
+    or `byte_tiles`, makes of each expert, one after another."""
+    first, scales = pack(blocks[0])
     packed = np.empty((len(blocks), first.size), np.uint8)
     row_scales = np.empty((len(blocks), scales.size), np.float32)
     packed[0], row_scales[0] = first, scales
     for e in range(1, len(blocks)):
-        packed[e], row_scales[e] = tiles(blocks[e])
+        packed[e], row_scales[e] = pack(blocks[e])
     return packed.reshape(-1), row_scales.reshape(-1)
 
 
@@ -235,8 +253,10 @@ class ExpertsChoice:
 def choose(request: ExpertsRequest, machine: Any) -> ExpertsChoice:
     """The kernel for a product on a machine (its `name`, `cc`). ValueError where there is none."""
     rows = request.slots / request.experts
-    if rows > many.H200_ROWS and not many.KERNEL.why_not(request, machine.cc):
-        return ExpertsChoice(request, many.KERNEL, f"{rows:.3g} rows for an expert on average")
+    for_many = [many.FAST, many.KERNEL] if request.accuracy == "fast" else [many.KERNEL]
+    for kernel in for_many:
+        if rows > kernel.rows and not kernel.why_not(request, machine.cc):
+            return ExpertsChoice(request, kernel, f"{rows:.3g} rows for an expert on average")
     if why := few.KERNEL.why_not(request, machine.cc):
         raise ValueError(why)
     return ExpertsChoice(request, few.KERNEL, f"{rows:.3g} rows for an expert on average")
@@ -255,6 +275,7 @@ def experts(
     router: Any = None,
     out: Any = None,
     dtype: Any = np.float32,
+    accuracy: Accuracy | None = None,
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
@@ -277,6 +298,10 @@ def experts(
               token with an id that is none, is NaN.
     out     : where to write C, C-contiguous, where `a` is.
     dtype   : of C: float32, float16 or bfloat16.
+    accuracy: "exact", the default, or "fast", as of `steps.gemm`: products of many tokens may then
+              requantize the weights to int8 with one scale per row, and `a` to int8 with one per
+              token. Weights that are packed already must be so for "fast" (`pack_experts`), else
+              products stay exact.
     machine, stream : see `steps.gemm`.
     explain : return (C, choice), an `ExpertsChoice`.
 
@@ -292,6 +317,7 @@ def experts(
     on_device = is_device_array(a)
     format, count, n, k = _weights(w)
     request = _request(a, ids, bias, router, on_device, gate, dtype, (format, count, n, k))
+    request = replace(request, accuracy=_accuracy(accuracy, w))
     where = _machine(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
@@ -303,7 +329,11 @@ def experts(
         elif out is None:
             result = np.empty(request.out_shape, ARRAYS[request.c])
         return (result, choice) if explain else result
-    packed = w if isinstance(w, PackedExperts) else pack_experts(w, machine=where)
+    packed = (
+        w
+        if isinstance(w, PackedExperts)
+        else pack_experts(w, accuracy=choice.kernel.accuracy, machine=where)
+    )
     if on_device:
         product = product_of(packed, request, where)
         c = product(given, given_ids, result, stream, given_bias, given_router)
@@ -323,7 +353,8 @@ def _on_host(
     """C of NumPy arrays, which are copied to the machine and back."""
     asked, where = choice.request, packed.machine
     where = where if stream is None else where.on(stream)
-    arrays = [*packed.arrays, *(where.array(x) for x in (ids, bias, router) if x is not None)]
+    others = (where.array(x) for x in (ids, bias, router) if x is not None)
+    arrays = [*packed.read_by(choice.kernel), *others]
     target = where.empty(asked.out_shape, ARRAYS[asked.c])
     source = where.array(np.ascontiguousarray(a).reshape(asked.a_rows, asked.k))
     for launch in choice.on(where, source, target, arrays):
@@ -338,6 +369,15 @@ def _machine(machine: Any, w: Any) -> Any:
     if machine not in (None, w.machine):
         raise ValueError(f"w is packed on {w.machine.name}, not on {machine.name}")
     return w.machine
+
+
+def _accuracy(named: Accuracy | None, w: Any) -> Accuracy:
+    """Of a product with w: the one that is named, else that of packed weights."""
+    if named is not None:
+        known_accuracy(named)
+    if not isinstance(w, PackedExperts):
+        return named or "exact"
+    return "exact" if w.fast is None else named or w.accuracy
 
 
 def _weights(w: Any) -> tuple[str, int, int, int]:
@@ -446,8 +486,9 @@ class ExpertsProduct:
     def __init__(self, choice: ExpertsChoice, weights: PackedExperts) -> None:
         """Compile and load the kernels on the current GPU."""
         self.choice, self.weights = choice, weights
-        self.made = prepare(choice, [(array.shape, array.dtype) for array in weights.arrays])
-        self._addresses = tuple(map(address_of, weights.arrays))
+        arrays = weights.read_by(choice.kernel)
+        self.made = prepare(choice, [(array.shape, array.dtype) for array in arrays])
+        self._addresses = tuple(map(address_of, arrays))
         self._device = current_device()
 
     def __call__(
@@ -497,6 +538,7 @@ def plan(
     ids: Any = np.int64,
     dtype: Any = np.float32,
     input: Any = np.float32,
+    accuracy: Accuracy | None = None,
     follows: bool = False,
     stream: Any = None,
     machine: Gpu | Simulator | None = None,
@@ -510,13 +552,17 @@ def plan(
     follows : the launch queued before each call is one of a plan for the same ids, as the product
             with gates and ups is before that with downs: this one then begins to read weights
             while that one still runs.
-    gate, stream, machine : see `experts`. Raises what `experts` does.
+    gate, accuracy, stream, machine : see `experts`. Raises what `experts` does.
     """
     for name, value in (("tokens", tokens), ("chosen", chosen)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} is {value!r}: a plan needs a number from 1 up")
     w = blocks_of(w)
-    packed = w if isinstance(w, PackedExperts) else pack_experts(w, machine=machine)
+    packed = (
+        w
+        if isinstance(w, PackedExperts)
+        else pack_experts(w, accuracy=accuracy or "exact", machine=machine)
+    )
     of_ids = np.dtype(str(ids).removeprefix("torch.") if "torch" in str(ids) else ids).name
     if of_ids not in IDS:
         raise TypeError(f"ids must be {one_of(IDS)}, got {of_ids}")
@@ -525,7 +571,7 @@ def plan(
     request = ExpertsRequest(
         packed.format, int(tokens), int(chosen), packed.experts, packed.n, packed.k,
         float_name(input, "input"), float_name(dtype), of_ids, per_slot, of_bias, gate, of_router,
-        follows,
+        follows, _accuracy(accuracy, packed),
     )  # fmt: skip
     require_product(request)
     return ExpertsPlan(packed, request, stream)
@@ -555,12 +601,13 @@ class ExpertsPlan:
         dtypes of the plan, on the GPU. Raises TypeError or ValueError, and launches nothing, for
         arrays that do not fit."""
         if self._product is None:
+            asked = self.choice.request
             made = experts(
-                a, self._weights, ids, bias=bias, gate=self.choice.request.gate, router=router,
-                out=out, dtype=self.choice.request.c, explain=True,
+                a, self._weights, ids, bias=bias, gate=asked.gate, router=router, out=out,
+                dtype=asked.c, accuracy=known_accuracy(asked.accuracy), explain=True,
             )[1].request  # fmt: skip
-            if made != replace(self.choice.request, follows=False):
-                raise ValueError(f"the plan is for {self.choice.request}, got {made}")
+            if made != replace(asked, follows=False):
+                raise ValueError(f"the plan is for {asked}, got {made}")
             return
         if out is None:
             raise TypeError("out must be on the GPU (with __cuda_array_interface__), got NoneType")

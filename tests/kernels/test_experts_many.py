@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats.repack import tiles
-from reference import Bfloats, Halves, Problem
+from qformats import FORMATS
+from qformats.repack import byte_tiles, tiles
+from reference import Bfloats, Halves, Problem, Tokens
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound
 from reference.product import same_operands
@@ -121,7 +122,10 @@ class Case:
         ]
         self.blocks = [problem.blocks for problem in problems]
         self.a = problems[0].given
-        operands = Bfloats(problems[0].a) if r.a == "bfloat16" else Halves.of_values(self.a)
+        self.fast = r.accuracy == "fast"
+        operands: Any = Bfloats(problems[0].a) if r.a == "bfloat16" else Halves.of_values(self.a)
+        if self.fast:
+            operands = Tokens.of_values(problems[0].a)
         self.bias = self.router = None
         if r.bias:
             self.bias = as_dtype(rng.standard_normal((r.experts, r.n)), r.bias)
@@ -135,6 +139,8 @@ class Case:
                 continue
             same, size = same_operands(operands.rows(rows[own]), blocks)
             error = bound("A16", r.k, size, OPERANDS[r.a])
+            if self.fast:
+                error = bound("A8", r.k, size, "int8")
             if self.bias is not None:
                 same = same + float64_of(self.bias[e])
                 error = error + 2.0**-23 * np.abs(same)
@@ -152,7 +158,7 @@ class Case:
     def launches(self, machine: Any) -> tuple[Any, Any]:
         """(the launches, C between its guards)"""
         r = self.request
-        packed, scales = zip(*map(tiles, self.blocks), strict=True)
+        packed, scales = zip(*map(byte_tiles if self.fast else tiles, self.blocks), strict=True)
         size = self.want.size
         around = np.full(size + 2 * GUARD, 7, array_dtype(r.c))
         around[GUARD:-GUARD] = np.nan if r.c != "bfloat16" else 0x7FC0
@@ -162,7 +168,7 @@ class Case:
         packed, scales, a, ids = (machine.array(np.ascontiguousarray(x)) for x in given)
         bias, router = (None if x is None else machine.array(x) for x in (self.bias, self.router))
         operands = ExpertsOperands(packed, scales, a, ids, out, bias, router)
-        return many.launches(r, operands, machine), guarded
+        return many.launches(r, operands, machine, self.fast), guarded
 
     def check(self, machine: Any) -> np.ndarray:
         launches, guarded = self.launches(machine)
@@ -216,6 +222,17 @@ CASES = {
         "random",
     ),
     "a sum of odd sizes": (replace(NARROW, n=71, k=672, router="bfloat16"), "skewed"),
+    "fast": (replace(SMALL, accuracy="fast"), "random"),
+    "fast, gated, bias, bfloat16": (
+        replace(NARROW, n=288, gate="silu", bias="float16", per_slot=True, accuracy="fast"),
+        "skewed",
+    ),
+    "fast, a sum, to float32": (
+        replace(
+            SMALL, a="float32", c="float32", format="mxfp4", router="float32", n=71, accuracy="fast"
+        ),
+        "random",
+    ),
 }
 
 
@@ -260,11 +277,13 @@ def test_expected_tiles(rows: float, bm: int, tiles_of: float) -> None:
 
 def test_tiles_hold_the_rows_of_an_expert() -> None:
     """48 for 32 rows, which vary by 6; twice 144 for 256, four times for 512."""
-    assert many.tile_tokens(4, 32, 256, 16, 160) == 48
-    assert many.tile_tokens(4, 256, 256, 16, 160) == 144
-    assert many.tile_tokens(4, 512, 256, 16, 160) == 144
-    assert many.tile_tokens(4, 1, 256, 16, 160) == 16
-    assert many.tile_tokens(4, 512, 256, 16, 128) == 128
+    q4_0 = FORMATS["q4_0"]
+    assert many.tile_tokens(q4_0, False, 32, 256, 16, 160) == 48
+    assert many.tile_tokens(q4_0, False, 256, 256, 16, 160) == 144
+    assert many.tile_tokens(q4_0, False, 512, 256, 16, 160) == 144
+    assert many.tile_tokens(q4_0, False, 1, 256, 16, 160) == 16
+    assert many.tile_tokens(q4_0, False, 512, 256, 16, 128) == 128
+    assert many.tile_tokens(q4_0, True, 256, 256, 16, 160) == 144
 
 
 @pytest.mark.parametrize(
@@ -290,6 +309,12 @@ COMPILED = {
         SMALL, a="bfloat16", c="bfloat16", tokens=4096, chosen=8, experts=128, format="q5_1"
     ),
     "float32": replace(SMALL, a="float32", c="float32", tokens=9999, format="q8_0", bias="float32"),
+    "fast, gated": replace(
+        SMALL, tokens=4096, chosen=8, experts=128, gate="silu", n=1536, accuracy="fast"
+    ),
+    "fast": replace(
+        SMALL, tokens=4096, chosen=8, experts=128, n=2048, per_slot=True, accuracy="fast"
+    ),
 }
 
 
@@ -306,14 +331,16 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
     bias = np.zeros((1, 1), np.float32) if request.bias else None
     out = np.zeros((1, 1, 1), array_dtype(request.c))
     given = ExpertsOperands(*arrays, np.zeros((1, 1), np.int32), out, bias)
-    launches = many.launches(request, given, Simulator())
+    fast = request.accuracy == "fast"
+    launches = many.launches(request, given, Simulator(), fast)
     for launch in launches[-2:]:
         code = machine_code(launch.kernel, signature_of(launch.args))
         assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
         assert not code.warnings
         assert not code.count("CALL", "DADD", "DMUL", "DFMA", "LDL", "STL")
-    assert code.count("HGMMA") == 8  # 64 K of two accumulator halves
-    assert code.count("LDGSTS") == 8
+    # 64 K of two accumulator halves
+    assert (code.count("HGMMA"), code.count("IGMMA")) == ((0, 4) if fast else (8, 0))
+    assert code.count("LDGSTS") == (4 if fast else 8)
     assert launches[-1].shared_bytes <= 227 * 1024
 
 
@@ -328,6 +355,11 @@ ON_A_GPU = {
     "float32": replace(LARGE, a="float32", c="float32", format="q8_0", per_slot=True, n=130),
     "sum": replace(LARGE, format="q4_1", per_slot=True, router="float16"),
     "q6_k": replace(LARGE, format="q6_k", k=768, tokens=3000),
+    "fast": replace(LARGE, n=520, accuracy="fast"),
+    "fast, clamped": replace(
+        BFLOATS, c="float16", format="mxfp4", bias="bfloat16", gate="clamped", accuracy="fast"
+    ),
+    "fast sum": replace(LARGE, format="q5_1", per_slot=True, router="float16", accuracy="fast"),
 }
 
 

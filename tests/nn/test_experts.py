@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qformats import FORMATS, dequantize, quantize
+from reference import nmse
 from steps.nn import experts, ggml_kernels
 from steps.nn.experts import QuantExperts, mul_mat_id
 from steps.nn.linear import quantize_model
@@ -152,6 +153,28 @@ def test_a_layer(gpu: Any, formats: Any, act_fn: Any, launches: int) -> None:
     assert layer.device_bytes == sum(one.nbytes for one in layer.buffers())
 
 
+def test_a_fast_layer(gpu: Any) -> None:
+    """Many tokens are rounded to int8, few are not; a second packing counts."""
+    exact, values = layer_of(("q4_0", "q4_0", "q8_0"), silu, biased=False)
+    parts = [(getattr(exact, f"{name}_blocks"), exact.formats[name]) for name in experts.PARTS]
+    fast = QuantExperts(*parts, accuracy="fast")
+    assert "accuracy=fast" in repr(fast)
+    for layer in (exact, fast):
+        layer._move(torch.device("cuda"))
+    assert fast.device_bytes > 1.9 * exact.device_bytes
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(14, 64, generator=generator).half()
+    ids, router = torch.randint(4, (14, 2), generator=generator), torch.rand(14, 2)
+    wanted = expected(exact, values, x, ids, router)
+    errors = [
+        nmse(layer(x, ids, router).double().numpy(), wanted.numpy()) for layer in (exact, fast)
+    ]
+    assert errors[0] < 1e-6 < 2e-5 < errors[1] < 5e-4
+    assert torch.equal(fast(x[:3], ids[:3], router[:3]), exact(x[:3], ids[:3], router[:3]))
+    with pytest.raises(ValueError, match="accuracy is 'quick': it must be one of exact, fast"):
+        QuantExperts(*parts, accuracy="quick")
+
+
 def test_a_state_dict_says_its_formats(gpu: Any) -> None:
     layer, _ = layer_of(("q4_0", "q4_1", "q8_0"), silu, biased=True)
     on_gpu, _ = layer_of(("q4_0", "q4_1", "q8_0"), silu, biased=True)
@@ -229,10 +252,12 @@ def test_experts_of_a_model_are_replaced(kind: str) -> None:
                         values = one.detach().contiguous().numpy()
                         one.copy_(torch.from_numpy(dequantize(quantize(values, "q8_0"))))
         wanted = model(ids).logits
-    report = quantize_model(model, "q8_0", skip=("lm_head", "self_attn"))
+    report = quantize_model(model, "q8_0", skip=("lm_head", "self_attn"), accuracy="fast")
     found = [name for name, one in model.named_modules() if isinstance(one, QuantExperts)]
     assert len(found) == 2
     assert set(found) <= {one.name for one in report.replaced}
+    said = model.config.quantization_config.layers
+    assert {said[name]["accuracy"] for name in found} == {"fast"}
     left_alone = set(model._ddp_params_and_buffers_to_ignore)
     assert {f"{name}.{part}_blocks" for name in found for part in experts.PARTS} <= left_alone
     with torch.no_grad():

@@ -14,6 +14,8 @@ import pytest
 
 from qformats import dequantize, quantize
 from qformats.repack import tiles
+from reference import nmse
+from reference.limits import INT8_NMSE
 from steps import experts, pack_experts
 from steps.driver.machines import Simulator
 from steps.kernels.experts import many
@@ -160,6 +162,42 @@ def test_many_rows_for_an_expert_are_for_another_kernel() -> None:
 
     most = 16 * many.H200_ROWS
     assert [kernel(t) for t in (1, most, most + 1, 4096)] == ["few", "few", "many", "many"]
+
+
+def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
+    """By name, by what packed weights say; not of K that int32 sums cannot hold."""
+
+    def kernel(tokens: int, accuracy: str, k: int = K) -> str:
+        request = ExpertsRequest("q4_0", tokens, 8, 128, N, k, accuracy=accuracy)
+        return choose(request, Simulator()).kernel.name
+
+    most = 16 * many.H200_ROWS
+    assert [kernel(t, "fast") for t in (1, most, most + 1)] == ["few", "few", "many_fast"]
+    assert kernel(4096, "exact") == "many"
+    assert kernel(4096, "fast", 1 << 18) == "many"
+    machine = Simulator()
+    fast, exact = (pack_experts(BLOCKS, machine=machine, accuracy=x) for x in ("fast", "exact"))
+
+    def planned(w: Any, accuracy: Any = None) -> str:
+        plan = experts.plan(22, S, w, accuracy=accuracy, machine=machine)
+        return plan.choice.kernel.name
+
+    assert [planned(fast), planned(fast, "exact")] == ["many_fast", "many"]
+    assert [planned(exact), planned(exact, "fast")] == ["many", "many"]
+    assert [planned(BLOCKS), planned(BLOCKS, "fast")] == ["many", "many_fast"]
+    with pytest.raises(ValueError, match="accuracy is 'quick': it must be one of exact, fast"):
+        experts(A, fast, IDS, accuracy="quick")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="accuracy is 'quick': it must be one of exact, fast"):
+        pack_experts(BLOCKS, accuracy="quick")  # type: ignore[arg-type]
+
+
+def test_what_fast_adds_to_the_error() -> None:
+    """As much as a dense product: NMSE against the dequantized weights."""
+    a = RNG.standard_normal((64, K), np.float32).astype(np.float16)
+    ids = RNG.integers(0, E, (64, 1)).astype(np.int32)
+    c = experts(a, BLOCKS, ids, accuracy="fast", machine=Simulator())
+    low, high = INT8_NMSE["normal"]
+    assert low < nmse(c, right(a, ids)) < high
 
 
 # --- on a GPU, without one ------------------------------------------------------------------------

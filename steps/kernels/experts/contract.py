@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from qformats.repack import TILE_GROUP, TILE_ROWS
-from steps.contract import Launch, Machine, ceil_div
+from steps.contract import Accuracy, Launch, Machine, ceil_div, known_accuracy
 
 IDS: Final = ("int32", "int64")
 """The dtypes of ids."""
@@ -42,6 +42,7 @@ class ExpertsRequest:
               weight times product.
     follows : the launch before the product's first is one of another product of these ids, which
               wrote A and neither ids nor the router's weights.
+    accuracy: "exact", or "fast" to allow kernels that requantize W, see `steps.gemm`.
     """
 
     format: str
@@ -58,6 +59,10 @@ class ExpertsRequest:
     gate: str | None = None
     router: str | None = None
     follows: bool = False
+    accuracy: str = "exact"
+
+    def __post_init__(self) -> None:
+        known_accuracy(self.accuracy)
 
     @property
     def slots(self) -> int:
@@ -110,6 +115,9 @@ class ExpertsKernel:
     launches: (request, operands, machine) -> all launches in their order; memory that they work in
         besides comes from the machine, as `steps.contract.Kernel.scratch` says.
     formats: those that it takes. min_cc, max_cc: compute capabilities, None for any.
+    rows: of an expert, on average, above which it is faster than those for fewer.
+    accuracy: "exact", of weights of `qformats.repack.tiles`; "fast", of `byte_tiles`.
+    most_k: the largest K, None for any.
     """
 
     name: str
@@ -118,6 +126,9 @@ class ExpertsKernel:
     formats: tuple[str, ...]
     min_cc: tuple[int, int] = (9, 0)
     max_cc: tuple[int, int] | None = None
+    rows: float = 0
+    accuracy: Accuracy = "exact"
+    most_k: int | None = None
 
     def why_not(self, request: ExpertsRequest, cc: tuple[int, int] | None) -> str | None:
         """None, or one sentence saying why it cannot do that (on such a GPU)."""
@@ -127,5 +138,10 @@ class ExpertsKernel:
             return (
                 f"experts need compute capability {self.min_cc[0]}.{self.min_cc[1]}, and this GPU "
                 f"has {cc[0]}.{cc[1]}: multiply one expert at a time with gemm"
+            )
+        if self.most_k is not None and request.k > self.most_k:
+            return (
+                f"{self.title} add up products in int32, which holds {self.most_k} of them, and K="
+                f"{request.k}: ask for exact ones"
             )
         return None

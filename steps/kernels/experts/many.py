@@ -36,7 +36,8 @@ Prerequisites
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import product as product_of
 from math import erfc, sqrt
 from typing import Any, Final
@@ -45,7 +46,15 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import FORMATS
-from qformats.repack import CHUNK_HALVES, KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
+from qformats.repack import (
+    CHUNK,
+    CHUNK_HALVES,
+    KNOWN,
+    TILE_GROUP,
+    TILE_K,
+    TILE_ROWS,
+    byte_storage_format,
+)
 from qformats.storage import StorageFormat, storage_format
 from steps.contract import (
     Launch,
@@ -79,8 +88,12 @@ from steps.instructions import (
     store_f32,
     store_u16,
     swizzled_descriptor,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_s8,
     wgmma_wait,
     zeros_f32,
+    zeros_i32,
 )
 from steps.kernels.experts import routing, weighted
 from steps.kernels.experts.contract import (
@@ -90,19 +103,28 @@ from steps.kernels.experts.contract import (
     ExpertsRequest,
 )
 from steps.kernels.experts.scatter import scatter
-from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.activations.layouts import float16_rows, int8_rows
 from steps.kernels.parts.epilogue.half_tile import WARPGROUP
+from steps.kernels.parts.weights.int8 import byte_format
 from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
-from steps.kernels.prefill.wgmma_products import half_stage
-from steps.kernels.prefill.wgmma_tiles import H200_TILE_END, float16_stage_cycles
+from steps.kernels.prefill.wgmma_int8 import INSTRUCTIONS, NEXT_32_K
+from steps.kernels.prefill.wgmma_products import HalfStage, half_stage
+from steps.kernels.prefill.wgmma_tiles import (
+    H200_TILE_END,
+    INT8_MOST_K,
+    float16_stage_cycles,
+    int8_stage_cycles,
+)
 
 TOKENS: Final = tuple(range(16, 161, 16))
 """Tokens of a tile."""
 
 
-def most_tokens(bits: int, scaled: bool) -> int:
+def most_tokens(bits: int, fast: bool, scaled: bool, gated: bool) -> int:
     """Tokens of a tile at most: 160 sums of a thread leave 64 registers, enough for weights of 4
-    bits and for tokens without scales."""
+    bits, for tokens without scales, and for int8 whose two sums become one output."""
+    if fast:
+        return 160 if gated else 128
     return 128 if scaled else 160 if bits == 4 else 144
 
 
@@ -123,6 +145,29 @@ BOX_ROW: Final = 2 * BOX_K  # bytes
 
 
 @cache
+def byte_half_stage(format_name: str) -> HalfStage:
+    """`half_stage` of int8 weights, for tokens in int8: a box has 128 K, of which a half stage has
+    two descriptors. Step 15 teaches it."""
+    form = byte_format(format_name)
+    words, scales, fragments = form.words, form.scales, form.fragments
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(memory, at, lane, half):
+        return words(memory, at, lane, half), scales(memory, at, lane, half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, loaded, b):
+        w0, w1 = fragments(loaded[0], loaded[1], 0), fragments(loaded[0], loaded[1], 1)
+        wgmma_fence()
+        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
+        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_32_K, 1)
+        wgmma_commit()
+        return acc
+
+    return HalfStage(form.tile_bytes, load, multiply)
+
+
+@cache
 def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, gate: str | None,
     tile: tuple[int, int], stages: int, stagger: int, staging: tuple[int, int],
@@ -132,7 +177,8 @@ def kernel(
     other, and `staging` of `scatter`; its shared memory in bytes without the tables of experts,
     `table_bytes`). scaled: tokens have scales. gate: of a tile of 256 rows of W 128 are gates and
     128 their ups, and C has what `GATE_OF` makes of them."""
-    (bn, bm), form = tile, half_stage(fmt.name, kind)
+    (bn, bm), of_bytes = tile, kind == "int8"
+    form = byte_half_stage(fmt.name) if of_bytes else half_stage(fmt.name, kind)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     acc_halves, is_gated = bn // HALF, gate is not None
     to_floats = output == "float32"
@@ -142,20 +188,24 @@ def kernel(
     if is_gated:  # row tiles of gates and ups in turn
         acc_half_bytes, warp_bytes = tile_bytes, 2 * tile_bytes
     box_bytes, w_bytes = BOX_ROW * bm, bn // TILE_ROWS * tile_bytes
-    a_bytes, weights_at = 2 * box_bytes, stages * 2 * box_bytes
+    boxes, chunk_k = (1, CHUNK) if of_bytes else (2, CHUNK_HALVES)  # of 128 K; K of 16 bytes
+    half_of_a = 2 * NEXT_32_K if of_bytes else box_bytes // 16  # in a descriptor: 64 K
+    a_bytes, weights_at = boxes * box_bytes, stages * boxes * box_bytes
     group_bytes = TILE_GROUP * tile_bytes
     first_barrier = weights_at + stages * w_bytes
     ring = mbarrier_ring(stages, first_barrier)
     next_stage, wait_empty, expect = ring.next_stage, ring.wait_empty, ring.expect
     full, wait_full, release = ring.full, ring.wait_full, ring.release
     area_at = ceil_div(ring.end, 128) * 128
-    end = scatter(bm, area_at, staging, output, scaled, of_bias, gate)
-    load_features, load_positions = end.load_features, end.load_positions
-    sums, gated, store = end.sums, end.gated, end.store
+    sum_kind = int32 if of_bytes else float32
+    end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind)
+    load_positions, put_tokens = end.load_positions, end.put_tokens
+    load_features = end.load_features
+    sums, gated, store, wait_for_stores = end.sums, end.gated, end.store, end.wait_for_stores
     # of int32: a table of rows of A for each producer warp, then offsets[E + 1], first_tile[E + 1]
     sources_at, each_row = area_at // 4 + WARPGROUPS * end.area_bytes // 4, bm // ROWS_AT_ONCE
     offsets_at = sources_at + PRODUCER_WARPS * bm
-    n_acc, no_sums = bm // 2, zeros_f32(bm // 2)
+    n_acc, no_sums = bm // 2, (zeros_i32 if of_bytes else zeros_f32)(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     wait_for_copies = cp_async_wait(0)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
@@ -240,7 +290,7 @@ def kernel(
         tile whole sixteens are left as they are: their sums are not stored."""
         K = int32(a.shape[1])
         row, chunk = int32(lane >> 3), int32(lane & 7)
-        k = int32(k + chunk * CHUNK_HALVES)
+        k = int32(k + chunk * chunk_k)
         lower, upper = uint32(16 if k < K else 0), uint32(16 if k + BOX_K < K else 0)
         even = int32(at + row * BOX_ROW + (chunk ^ row) * 16)  # of rows 0 to 3 of eight
         odd = int32(at + (row + 4) * BOX_ROW + (chunk ^ (row + 4)) * 16)
@@ -251,7 +301,8 @@ def kernel(
                     source = int64(int32(four[j])) * K + k
                     to = (odd if j & 1 else even) + (i + j) // 2 * (8 * BOX_ROW)
                     cp_async_16_zfill(memory, to, a, source, lower)
-                    cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
+                    if boxes == 2:
+                        cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
         cp_async_commit()
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
@@ -331,7 +382,7 @@ def kernel(
                 if half == 0:
                     wait_full(memory, stage, parity)
                 at = weights_at + stage * w_bytes + warp * warp_bytes
-                b = swizzled_descriptor(memory, stage * a_bytes + half * box_bytes)
+                b = swizzled_descriptor(memory, stage * a_bytes) + half * half_of_a
                 loaded = load(memory, at, lane, half)
                 if acc_halves == 2:
                     loaded1 = load(memory, at + acc_half_bytes, lane, half)
@@ -358,31 +409,26 @@ def kernel(
                 if step == steps:
                     break
             others_begin = int32(-1)
+            n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
+            # loads, while the last products run
+            u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
+            if is_gated:
+                u1 = load_features(row_scales, bias, expert, n, groups, N, 1)
+            put_tokens(positions, token_scales, slots)
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
             release(memory, previous, lane == 0)
-            n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
             x = cuda.local.array(n_acc, float32)
-            tile_positions = token_scales, rows, first, there, slots
-            sums(x, acc, load_features(row_scales, bias, expert, n, groups, N, 0), tile_positions)
+            sums(x, acc, u)
             if is_gated:
                 y = cuda.local.array(n_acc, float32)
-                sums(
-                    y,
-                    acc1,
-                    load_features(row_scales, bias, expert, n, groups, N, 1),
-                    tile_positions,
-                )
+                sums(y, acc1, u1)
                 gated(x, y)
-            store(x, c, positions, there, n, N)
+            store(x, c, there, n, N)
             if acc_halves == 2 and not is_gated:
                 z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
-                sums(
-                    z,
-                    acc1,
-                    load_features(row_scales, bias, expert, n, groups, N, 0),
-                    tile_positions,
-                )
-                store(z, c, positions, there, n, N)
+                sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0))
+                wait_for_stores()
+                store(z, c, there, n, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -414,23 +460,31 @@ def expected_tiles(rows: float, bm: int) -> float:
     return found
 
 
-def tile_tokens(bits: int, rows: float, bn: int, steps: int, most: int) -> int:
+def stage_cycles(stored_as: Any, fast: bool, bn: int, bm: int) -> int:
+    """Cycles of 128 K of a tile (bn, bm) of weights stored so."""
+    if not fast:
+        return float16_stage_cycles(stored_as.bits, bn, bm)
+    instructions = INSTRUCTIONS[stored_as.bits] * bn // HALF
+    return int8_stage_cycles(byte_format(stored_as.name).tile_bytes, instructions, bn, bm)
+
+
+def tile_tokens(stored_as: Any, fast: bool, rows: float, bn: int, steps: int, most: int) -> int:
     """The tokens of a tile, up to `most`, with which an expert of `rows` rows should take the
     fewest cycles."""
 
     def cycles(bm: int) -> float:
-        each = steps * float16_stage_cycles(bits, bn, bm) + H200_TILE_END
+        each = steps * stage_cycles(stored_as, fast, bn, bm) + H200_TILE_END
         return expected_tiles(rows, bm) * each
 
     return min((bm for bm in TOKENS if bm <= most), key=cycles)
 
 
 def launches(
-    request: ExpertsRequest, given: ExpertsOperands, machine: Machine
+    request: ExpertsRequest, given: ExpertsOperands, machine: Machine, fast: bool = False
 ) -> tuple[Launch, ...]:
-    """All launches: the pass that rounds float32 A, the routing, the product, and the sum over a
-    token's experts, of products in the dtype of C."""
-    activations = float16_rows(given.a, machine)
+    """All launches: the pass that rounds float32 A, or A to int8 where it is `fast`, the routing,
+    the product, and the sum over a token's experts, of products in the dtype of C."""
+    activations = (int8_rows if fast else float16_rows)(given.a, machine)
     rows_type, offsets_type = routing.sizes(request.slots, request.experts)
     rows, offsets = machine.empty(*rows_type), machine.empty(*offsets_type)
     c = given.out
@@ -440,21 +494,23 @@ def launches(
     return (
         *activations.launches,
         routing.launch(given.ids, rows, offsets),
-        product(request, given, activations.arrays, rows, offsets, c),
+        product(request, given, activations.arrays, rows, offsets, c, fast),
         *(() if request.router is None else [weighted.launch(c, given.router, given.out)]),
     )
 
 
 def product(
     request: ExpertsRequest, given: ExpertsOperands, activations: tuple[Any, ...], rows: Any,
-    offsets: Any, c: Any,
+    offsets: Any, c: Any, fast: bool,
 ) -> Launch:  # fmt: skip
     """The launch of the products alone, of what `routing` made of the ids."""
-    stored_as, (a, *scales) = storage_format(FORMATS[request.format]), activations
+    stored_as: Any = (byte_storage_format if fast else storage_format)(FORMATS[request.format])
+    a, *scales = activations
     steps, groups = ceil_div(request.k, TILE_K), request.row_tiles // TILE_GROUP
     bn = 2 * HALF if request.n > HALF or request.gate else HALF
-    each = request.slots / request.experts
-    bm = tile_tokens(stored_as.bits, each, bn, steps, most_tokens(stored_as.bits, bool(scales)))
+    each, gated = request.slots / request.experts, request.gate is not None
+    most = most_tokens(stored_as.bits, fast, bool(scales), gated)
+    bm = tile_tokens(stored_as, fast, each, bn, steps, most)
     kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
     for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):
         stagger = min(STAGGER, stages - 2)
@@ -481,4 +537,14 @@ KERNEL: Final = ExpertsKernel(
     launches=launches,
     formats=KNOWN,
     max_cc=(9, 0),  # others have no wgmma, later ones neither
+    rows=H200_ROWS,
+)
+
+FAST: Final = replace(
+    KERNEL,
+    name="many_fast",
+    title="experts of many tokens, in int8",
+    launches=partial(launches, fast=True),
+    accuracy="fast",
+    most_k=INT8_MOST_K,
 )

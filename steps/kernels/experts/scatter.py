@@ -13,7 +13,7 @@ from functools import cache
 from math import gcd
 from typing import Any
 
-from numba import cuda, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
 from steps.contract import ceil_div
 from steps.instructions import (
@@ -37,43 +37,49 @@ class Scatter:
     """Device functions of a warpgroup with 64 features of a tile of some tokens.
 
     area_bytes: of shared memory for each warpgroup, from a multiple of 128 on
+    load_positions(rows, first, there) -> positions
+        rows of C of two tokens: the thread's number in its warpgroup, and 128 more
+    put_tokens(positions, token_scales, slots)
+        the same of all tokens to the area, and their scales, before `sums`
     load_features(row_scales, bias, expert, n, groups, N, half) -> u, as of `load_two_features`
         row scales and biases of the thread's two features, of the warpgroup's 64 from feature n
         of C on; where there is a gate, of the gates (half 0) or of the ups (1)
-    sums(x, acc, u, tile_positions)
-        x = the accumulators of `wgmma`, all there, times all scales, plus the bias;
-        tile_positions = (token_scales, rows, first, there, slots)
+    sums(x, acc, u)
+        x = the accumulators of `wgmma`, all there, times all scales, plus the bias
     gated(x, y)
         x = the gate of gates x and ups y
-    load_positions(rows, first, there) -> positions
-        rows of C of two tokens: the thread's number in its warpgroup, and 128 more
-    store(x, c, positions, there, n, N)
+    store(x, c, there, n, N)
         x to features n .. n + 63 of flat c[P, N]; nothing beyond the first `there` tokens and N
+    wait_for_stores()
+        before `store` of a second half
     """
 
     area_bytes: int
-    load_features: Any
     load_positions: Any
+    put_tokens: Any
+    load_features: Any
     sums: Any
     gated: Any
     store: Any
+    wait_for_stores: Any
 
 
 @cache
 def scatter(
     tokens: int, first_byte: int, staging: tuple[int, int], output: str, scaled: bool,
-    of_bias: str | None, gate: str | None,
+    of_bias: str | None, gate: str | None, kind: Any = float32,
 ) -> Scatter:  # fmt: skip
-    """For tiles of `tokens` tokens, C of dtype `output`, a bias of dtype `of_bias` or none, a gate
-    of this name or none. scaled: tokens have scales. staging: tokens of a buffer, at most, and
-    buffers, one or two: with two one barrier serves both sides. The areas of the warpgroups begin
-    at `first_byte` of dynamic shared memory."""
+    """For tiles of `tokens` tokens, sums of `kind`, float32 or int32, C of dtype `output`, a bias
+    of dtype `of_bias` or none, a gate of this name or none. scaled: tokens have scales. staging:
+    tokens of a buffer, at most, and buffers, one or two: with two one barrier serves both sides.
+    The areas of the warpgroups begin at `first_byte` of dynamic shared memory."""
     n_acc, staged, buffers_of_area = tokens // 2, gcd(tokens, staging[0]), staging[1]
-    buffer_bytes = ROW * staged
-    areas = 0 if output == "float32" else buffers_of_area * buffer_bytes
-    area_bytes = (
-        areas + 4 * ceil_div(tokens, 32) * 32
-    )  # with a table of positions behind the buffers
+    buffer_bytes, to_floats = ROW * staged, output == "float32"
+    areas = 0 if to_floats else buffers_of_area * buffer_bytes
+    # behind the buffers, 4 bytes for each token: rows of C, and scales
+    table = ceil_div(tokens, 32) * 32
+    area_bytes = areas + 4 * table * (2 if scaled else 1)
+    each = ceil_div(tokens, WARPGROUP)  # tokens of a thread
     load_bias, add = bias_of(of_bias)
     times, is_gated = GATE_OF[gate or "silu"], gate is not None
     pair = PAIRS.get(output)
@@ -93,23 +99,51 @@ def scatter(
         return u, v, d, load_bias(bias, first + min(int32(own + 8), int32(end - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def token_scale(tile_positions, r):
-        token_scales, rows, first, there, slots = tile_positions
-        position = load_u32(rows, int32(first + min(r, int32(there - 1))))
-        return load_f32(token_scales, int32(position // uint32(slots)))
+    def load_positions(rows, first, there):
+        t, last = int32(cuda.threadIdx.x & (WARPGROUP - 1)), int32(there - 1)
+        position = other = int32(load_u32(rows, int32(first + min(t, last))))
+        if tokens > WARPGROUP:
+            other = int32(load_u32(rows, int32(first + min(int32(WARPGROUP + t), last))))
+        return position, other
 
     @cuda.jit(device=True, forceinline=True)
-    def sums(x, acc, u, tile_positions):
-        spread(x, acc)
+    def table_at():
+        """The word of shared memory where the warpgroup's table begins."""
+        return int32((first_byte + areas) // 4 + cuda.threadIdx.x // WARPGROUP * (area_bytes // 4))
+
+    @cuda.jit(device=True, forceinline=True)
+    def wait_for_stores():
+        barrier_sync(1 + int32(cuda.threadIdx.x // WARPGROUP), WARPGROUP)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_tokens(loaded, token_scales, slots):
+        """Once nobody reads the table of the tile before. Positions are in registers long before a
+        tile ends: loads between the stores to C would each take a trip to the L2."""
+        positions = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
+        scales = cuda.shared.array(0, float32, alignment=128)
+        t, at = int32(cuda.threadIdx.x & (WARPGROUP - 1)), table_at()
+        wait_for_stores()
+        for i in range(each):
+            if i * WARPGROUP + t < tokens:
+                positions[at + i * WARPGROUP + t] = loaded[i]
+                if scaled:
+                    token = int32(uint32(loaded[i]) // uint32(slots))
+                    scales[at + table + i * WARPGROUP + t] = load_f32(token_scales, token)
+        if scaled or to_floats:  # else the barrier between stores to the area and loads serves
+            wait_for_stores()
+
+    @cuda.jit(device=True, forceinline=True)
+    def sums(x, acc, u):
+        scales = cuda.shared.array(0, float32, alignment=128)
+        at = int32(table_at() + table + 2 * (cuda.threadIdx.x & 3))
+        as_they_are = cuda.local.array(n_acc, kind)
+        spread(as_they_are, acc)
         for r in range(0, n_acc, 4):
-            x[r], x[r + 1] = x[r] * u[0], x[r + 1] * u[0]
-            x[r + 2], x[r + 3] = x[r + 2] * u[1], x[r + 3] * u[1]
+            x[r], x[r + 1] = float32(as_they_are[r]) * u[0], float32(as_they_are[r + 1]) * u[0]
+            x[r + 2] = float32(as_they_are[r + 2]) * u[1]
+            x[r + 3] = float32(as_they_are[r + 3]) * u[1]
             if scaled:  # last: the sums times these alone may overflow
-                token = int32(2 * (cuda.threadIdx.x & 3) + 2 * r)
-                v, w = (
-                    token_scale(tile_positions, token),
-                    token_scale(tile_positions, int32(token + 1)),
-                )
+                v, w = scales[at + 2 * r], scales[at + 2 * r + 1]
                 x[r], x[r + 1] = x[r] * v, x[r + 1] * w
                 x[r + 2], x[r + 3] = x[r + 2] * v, x[r + 3] * w
             x[r], x[r + 1] = add(x[r], u[2]), add(x[r + 1], u[2])
@@ -121,33 +155,8 @@ def scatter(
             x[r] = times(x[r], y[r])
 
     @cuda.jit(device=True, forceinline=True)
-    def load_positions(rows, first, there):
-        t, last = int32(cuda.threadIdx.x & (WARPGROUP - 1)), int32(there - 1)
-        position = int32(load_u32(rows, int32(first + min(t, last))))
-        if tokens > WARPGROUP:
-            other = load_u32(rows, int32(first + min(int32(WARPGROUP + t), last)))
-            return position, int32(other)
-        return position, int32(0)
-
-    @cuda.jit(device=True, forceinline=True)
-    def put_positions(positions):
-        """Once nobody loads from the area any more. Returns where the warpgroup's table begins; a
-        barrier must follow. The positions of all tokens are in registers long before a tile ends:
-        loads between the stores to C would each take a trip to the L2."""
-        table = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
-        warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
-        t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
-        at = int32((first_byte + areas) // 4 + warpgroup * (area_bytes // 4))
-        barrier_sync(1 + warpgroup, WARPGROUP)
-        if t < tokens:
-            table[at + t] = positions[0]
-        if WARPGROUP + t < tokens:
-            table[at + WARPGROUP + t] = positions[1]
-        return at
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_halves(x, c, positions, there, n, N):
-        table = cuda.shared.array(0, int32, alignment=128)
+    def store_halves(x, c, there, n, N):
+        positions = cuda.shared.array(0, int32, alignment=128)
         buffers = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
@@ -162,7 +171,7 @@ def scatter(
         source = base + row * ROW + (eight ^ (row & 7)) * 16
         feature = int32(n + 8 * eight)
         wide, left = N & 7 == 0, int32(N - feature)
-        table_at = put_positions(positions)
+        at = table_at()
         for begin in range(0, tokens, staged):
             buffer = begin // staged % buffers_of_area * buffer_bytes
             if begin > 0 and buffers_of_area == 1:
@@ -182,24 +191,25 @@ def scatter(
                 r = int32(row + (begin + j))
                 if r < there:
                     y = load_u32x4(buffers, source + buffer + j * ROW)
-                    store_eight(c, int64(table[table_at + r]) * N + feature, y, wide, left)
+                    store_eight(c, int64(positions[at + r]) * N + feature, y, wide, left)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_floats(x, c, positions, there, n, N):
-        table = cuda.shared.array(0, int32, alignment=128)
-        table_at = put_positions(positions)
-        barrier_sync(1 + int32(cuda.threadIdx.x // WARPGROUP), WARPGROUP)
+    def store_floats(x, c, there, n, N):
+        positions = cuda.shared.array(0, int32, alignment=128)
+        at = table_at()
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         feature = int32(n + (t >> 5) * 16 + (t >> 2 & 7))
         for j in range(tokens // 8):
             for i in range(2):
                 r = int32(2 * (t & 3) + 8 * j + i)
                 if r < there:
-                    offset = int64(table[table_at + r]) * N + feature
+                    offset = int64(positions[at + r]) * N + feature
                     if feature < N:
                         store_f32(c, offset, x[4 * j + i])
                     if feature + 8 < N:
                         store_f32(c, offset + 8, x[4 * j + i + 2])
 
-    store = store_floats if output == "float32" else store_halves
-    return Scatter(area_bytes, load_features, load_positions, sums, gated, store)
+    store = store_floats if to_floats else store_halves
+    return Scatter(
+        area_bytes, load_positions, put_tokens, load_features, sums, gated, store, wait_for_stores
+    )
