@@ -483,10 +483,10 @@ class _Replacing:
                 raise _Stays(f"its values are not those of {source.tensor.name}")
         gates, ups, downs = given
         accuracy = self.options["accuracy"]
-        made = QuantExperts(gates, ups, downs, module.act_fn, accuracy=accuracy).to(device)
+        made = QuantExperts(gates, ups, downs, module.act_fn, accuracy=accuracy)
         if not is_packed:
             _require_same_answers(module, made, down)
-        return made, sources
+        return made.to(device), sources
 
 
 def _require_values(weight: Tensor, source: _Source, shape: Sequence[int]) -> None:
@@ -519,13 +519,17 @@ def _embedding(module: Any, blocks: Tensor, format: str) -> QuantEmbedding:
 
 
 def _require_same_answers(module: Any, made: QuantExperts, down: Tensor) -> None:
-    """_Stays where experts do something else with the same weights, such as another gate."""
+    """_Stays where experts do something else with the same weights, such as another gate.
+
+    `made` is asked on the CPU, where it multiplies in float32: a GPU's kernels round x to 16 bits.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, down.shape[1], generator=generator).to(down.device, down.dtype)
-    ids = torch.arange(2 * min(2, len(down)), device=down.device).view(2, -1) % len(down)
-    shares = torch.full(ids.shape, 0.5, dtype=down.dtype, device=down.device)
+    x = torch.randn(2, down.shape[1], generator=generator).to(down.dtype)
+    ids = torch.arange(2 * min(2, len(down))).view(2, -1) % len(down)
+    asked = x, ids, torch.full(ids.shape, 0.5, dtype=down.dtype)
     with torch.no_grad():
-        if not _close(made(x, ids, shares), module(x, ids, shares), 64):
+        wanted = module(*(one.to(down.device) for one in asked))
+        if not _close(made(*asked), wanted.cpu(), 64):
             raise _Stays(f"a {type(module).__name__} does more than gates, ups and downs")
 
 
