@@ -1,7 +1,8 @@
 """Tables of whole models: one of transformers, the decoder's, how near a real one stays; of layers.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
-same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code
+same with `GPUS=2`), smollm2.json (`make quality`), gguf.json
+(`python -m results.measure.models.transformers_gguf`), and transformers.json, measured once by code
 that is in git history (commit a939d511: results/measure/transformers_llama.py). So do
 gradients.json and experts.json, of single layers (`results.measure.gradients` and `.experts`).
 """
@@ -9,7 +10,7 @@ gradients.json and experts.json, of single layers (`results.measure.gradients` a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,35 @@ def of_transformers(path: Path) -> Table | None:
         run["rows"],
         f"{run['model']}, {versions}, {where}. Wall time of a call; the first one compiles.",
         (f"{facts}.",),
+    )
+
+
+def of_gguf(path: Path) -> Table | None:
+    """`generate` of transformers with a GGUF file, as it loads it and after `use_gguf`."""
+    rows, where = _read(path, "rows")
+    if rows is None:
+        return None
+
+    def rate(way: str, mode: str) -> Callable[[Any], str]:
+        return lambda row: f"{row[way][mode]['tokens_s']:,.0f}"
+
+    def columns(side: str, way: str) -> Iterator[Column]:
+        yield Column(f"{side}, eager", rate(way, "eager"))
+        yield Column("compiled", rate(way, "compiled"))
+        yield Column("MB", lambda row: f"{row[way]['bytes'] / 1e6:,.0f}")
+
+    first, random = rows[0], any(one["name"].startswith("random") for one in rows)
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return of_records(
+        (
+            _words("tokens/s", "file"),
+            *columns(f"{first['dtype']} weights", "transformers"),
+            *columns("use_gguf", "blocks"),
+        ),
+        rows,
+        f"`generate`, {first['tokens']} tokens after {first['prompt']}, {versions}, {where}."
+        + " Weights are random, in the shapes of these models." * random
+        + " MB: weights on the GPU.",
     )
 
 
@@ -189,6 +219,7 @@ def of_experts(path: Path) -> Table | None:
 
 TABLES: Final = (
     ("A model of transformers", of_transformers, "transformers.json"),
+    ("GGUF files in transformers", of_gguf, "gguf.json"),
     ("A decoder", of_decoder, "decoder.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),

@@ -105,7 +105,7 @@ def test_gradients_stand_beside_torch_by_size(tmp_path: Path) -> None:
     "made",
     [
         *(models.of_decoder, models.of_gpus, models.of_quality),
-        *(models.of_transformers, models.of_gradients, models.of_experts),
+        *(models.of_transformers, models.of_gguf, models.of_gradients),
     ],
 )
 def test_what_was_not_measured_is_left_out(tmp_path: Path, made: Any) -> None:
