@@ -9,7 +9,7 @@ pair takes turns too.
 torch's side is bfloat16: `torch._grouped_mm` twice and the gate between, on rows that are sorted by
 expert already. It is not charged for sorting, gathering and the weighted sum.
 
-    --shapes qwen3-30b-a3b --tokens 1 4 16 64 --routing random zipf same --out results/...json
+    --shapes qwen3-30b-a3b --tokens 1 4 16 64 --skewed 16 --out results/nvidia-h200/experts.json
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ LAYERS: Final = {
     "256-experts": Layer(256, 8, 2048, 512, "q4_0"),
     "gpt-oss-20b": Layer(32, 4, 2880, 2880, "mxfp4", "clamped"),
 }
+
+
+ROUTINGS: Final = ("random", "zipf", "same")
 
 
 def routed(layer: Layer, tokens: int, routing: str, rng: np.random.Generator) -> np.ndarray:
@@ -199,7 +202,7 @@ def _calls(*args: Any) -> list[Callable[[], None]]:
 
 
 def measured(
-    name: str, tokens: Sequence[int], routings: Sequence[str], dtype: str, budget: Budget,
+    name: str, tokens: Sequence[int], skewed: Sequence[int], dtype: str, budget: Budget,
     say: Callable[[str], None], beside: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each number of tokens and routing."""
@@ -213,7 +216,7 @@ def measured(
     )
     floats = float_weights(layer) if beside else None
     for t in tokens:
-        for routing in routings:
+        for routing in ROUTINGS if t in skewed else ROUTINGS[:1]:
             rng = np.random.default_rng(t)
             host = [routed(layer, t, routing, rng) for _ in range(SLOTS)]
             ids = [torch.from_numpy(one).cuda() for one in host]
@@ -265,8 +268,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(LAYERS), choices=LAYERS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 512, 4096])
     parser.add_argument(
-        "--routing", nargs="+", default=["random"], choices=["random", "zipf", "same"]
-    )
+        "--skewed", nargs="*", type=int, default=[4, 16, 64],
+        help="tokens that also choose by Zipf's law, and all the same experts (default: 4 16 64)",
+    )  # fmt: skip
     parser.add_argument("--dtype", nargs="+", default=["float16"])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each row's rounds")
     parser.add_argument("--alone", action="store_true", help="without torch's side")
@@ -288,7 +292,7 @@ def main() -> None:
     for name in args.shapes:
         for dtype in args.dtype:
             rows += measured(
-                name, args.tokens, args.routing, dtype, budget, lambda x: print(x, flush=True),
+                name, args.tokens, args.skewed, dtype, budget, lambda x: print(x, flush=True),
                 not args.alone,
             )  # fmt: skip
             if args.out:

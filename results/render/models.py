@@ -186,19 +186,27 @@ def of_gradients(path: Path) -> Table | None:
     )
 
 
+ROUTINGS: Final = {"random": "", "zipf": ", by Zipf's law", "same": ", all the same experts"}
+"""How tokens choose experts, beside their number."""
+
+
 def of_experts(path: Path) -> Table | None:
-    """A layer of experts beside torch's grouped products: a row for each count of tokens."""
+    """A layer of experts beside torch's grouped products: a row for each count of tokens, and how
+    they choose."""
     run, where = _read(path)
     if run is None:
         return None
-    counts: dict[int, dict[str, Any]] = {}
+    counts: dict[tuple[int, str], dict[str, Any]] = {}
     for row in run["rows"]:
-        if row["routing"] == "random":
-            counts.setdefault(row["tokens"], {})[row["layer"]] = row
+        counts.setdefault((row["tokens"], row["routing"]), {})[row["layer"]] = row
     layers = next(iter(counts.values()))
 
     def told(name: str) -> Callable[[Any], str]:
         return lambda rows: f"{number(rows[name]['pair_us'])} ({ratio(rows[name]['x_torch'])})"
+
+    def tokens(rows: Any) -> str:
+        one = next(iter(rows.values()))
+        return f"{one['tokens']}{ROUTINGS[one['routing']]}"
 
     sizes = "; ".join(
         f"{name}: {one['experts']} of {one['hidden']} x {one['inner']}, {one['chosen']} a token, "
@@ -207,7 +215,7 @@ def of_experts(path: Path) -> Table | None:
     )
     return of_records(
         (
-            Column("tokens", lambda rows: f"{next(iter(rows.values()))['tokens']}"),
+            Column("tokens", tokens),
             *(Column(name, told(name)) for name in layers),
         ),
         list(counts.values()),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from results.measure.experts import LAYERS, Layer, requests_of, routed
+from results.measure.experts import LAYERS, ROUTINGS, Layer, requests_of, routed
 from steps.driver.machines import Simulator
 from steps.product.experts import choose, require_product
 
 LAYER = Layer(16, 4, 256, 128, "q4_0")
 
 
-@pytest.mark.parametrize("routing", ["random", "zipf", "same"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_token_has_experts_of_its_own_choice(routing: str) -> None:
     ids = routed(LAYER, 400, routing, np.random.default_rng(0))
     assert (ids.shape, ids.dtype) == ((400, 4), np.int64)
