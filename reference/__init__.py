@@ -21,7 +21,14 @@ from reference.check import Check, Reference, check
 from reference.golden import GOLDEN, Golden
 from reference.limits import Limits, bound, limits, nmse
 from reference.operands import Q81, Bfloats, Halves, Tokens
-from reference.problem import DISTRIBUTIONS, INPUTS, OF_BLOCKS, PrequantizedProblem, Problem
+from reference.problem import (
+    DISTRIBUTIONS,
+    INPUTS,
+    OF_BLOCKS,
+    ExpertsProblem,
+    PrequantizedProblem,
+    Problem,
+)
 from reference.product import same_operands, unquantized
 from reference.sampling import sample
 from reference.shapes import BENCH_SHAPES, CHECK_SHAPES, DEEP_CHECK_SHAPE, GPU_CHECK_SHAPES

@@ -117,32 +117,48 @@ class Reference:
         multiply: Callable[[Operands | Array], tuple[Array, Array]] | None = None,
     ) -> None:
         self.problem = problem
-        self._multiply = multiply or (lambda used: same_operands(used, self.blocks))
+        self._multiply = multiply or self._by_weights
         self.rows, self.columns = sample(problem.m, problem.n, limit)
+        self._parts = problem.by_weights(self.rows)
         self._blocks = blocks
         self._expected: dict[bytes, Expected] = {}
 
     @cached_property
-    def blocks(self) -> Array:
-        """The weights of the columns compared."""
-        return (self.problem.blocks if self._blocks is None else self._blocks)[self.columns]
+    def blocks(self) -> tuple[Array, ...]:
+        """The weights of the columns compared, of each part of `Problem.by_weights`."""
+        given = (own.blocks if self._blocks is None else self._blocks for _, own in self._parts)
+        return tuple(one[self.columns] for one in given)
+
+    def _by_weights(self, used: Operands | Array) -> tuple[Array, Array]:
+        """What `same_operands` makes of operands, for rows of each part with their own weights."""
+        same = np.empty((self.rows.size, self.columns.size))
+        size = np.empty_like(same)
+        for (rows, _), blocks in zip(self._parts, self.blocks, strict=True):
+            own = used[rows] if isinstance(used, np.ndarray) else used.rows(rows)
+            same[rows], size[rows] = same_operands(own, blocks)
+        return same, size
 
     @cached_property
     def meant(self) -> Array | None:
         """The unquantized product, float64[rows, columns]; None where the floats are not known."""
         if not self.problem.knows_floats:
             return None
-        return unquantized(self.problem.a[self.rows], self.problem.w[self.columns])
+        meant = np.empty((self.rows.size, self.columns.size))
+        for rows, own in self._parts:
+            meant[rows] = unquantized(self.problem.a[self.rows[rows]], own.w[self.columns])
+        return meant
 
     @cached_property
     def nmse_weights(self) -> float:
         """The error of the dequantized weights, as `nmse` of all of them would have it."""
-        layout, error, energy = format_of(self.blocks), 0.0, 0.0
-        for part in pieces(self.columns.size, self.problem.k):
-            w = self.problem.w[self.columns[part]].astype(np.float64)
-            energy += float(np.sum(w**2))
-            w -= layout.dequantize(self.blocks[part])
-            error += float(np.sum(w**2))
+        error = energy = 0.0
+        for (_, own), blocks in zip(self._parts, self.blocks, strict=True):
+            layout = format_of(blocks)
+            for part in pieces(self.columns.size, self.problem.k):
+                w = own.w[self.columns[part]].astype(np.float64)
+                energy += float(np.sum(w**2))
+                w -= layout.dequantize(blocks[part])
+                error += float(np.sum(w**2))
         if not math.isfinite(error):
             return math.inf
         return error / energy if energy else (math.inf if error else 0.0)

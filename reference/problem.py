@@ -130,6 +130,10 @@ class Problem:
         """Whether `w` is known; without it the error of the blocks cannot be measured."""
         return True
 
+    def by_weights(self, rows: Array) -> tuple[tuple[Array, Problem], ...]:
+        """Rows of C by the weights that they are of: (which of `rows`, the problem that has W)."""
+        return ((np.arange(len(rows)), self),)
+
     @cached_property
     def a(self) -> Array:
         """Activations [M, K]: float32, also of bfloat16's numbers; or float16."""
@@ -151,6 +155,16 @@ class Problem:
     def given(self) -> Array:
         """A as a caller has it: `a`, or bits in uint16 where they are bfloat16."""
         return bfloat16_bits(self.a) if self.input == "bfloat16" else self.a
+
+    @property
+    def tokens(self) -> Array:
+        """The same, a row for each token: of experts' products A has one for each row of C."""
+        return self.given
+
+    @property
+    def ids(self) -> Array | None:
+        """Of experts' products the experts of each token, int32[T, S]."""
+        return None
 
     @cached_property
     def w(self) -> Array:
@@ -249,6 +263,70 @@ class PrequantizedProblem(Problem):
     def w(self) -> Array:
         """ValueError: there is none."""
         raise ValueError("the floats that these prequantized weights came from are not known")
+
+
+@dataclass(frozen=True)
+class ExpertsProblem(Problem):
+    """A product of experts: row p of C is token p // `chosen` times the matrix `ids[p]` of
+    `experts`. M is the number of these rows, a multiple of `chosen`; A has one for each of them,
+    `tokens` one for each token.
+
+    The experts are problems of their own, of seeds from `seed` on.
+    """
+
+    experts: int = 1
+    chosen: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.experts, self.chosen) < 1 or self.m % self.chosen:
+            raise ValueError(
+                f"M={self.m} rows are no whole number of tokens with {self.chosen} of "
+                f"{self.experts} experts each"
+            )
+
+    @cached_property
+    def ids(self) -> Array:  # type: ignore[override]
+        """int32[T, S], drawn for each token: no expert twice where there are enough of them."""
+        rng = np.random.default_rng([self.m, self.seed, self.experts, self.chosen])
+        shape = self.m // self.chosen, self.chosen
+        if self.chosen > self.experts:
+            return frozen(rng.integers(0, self.experts, shape, np.int32))
+        order = np.argsort(rng.random((shape[0], self.experts)), axis=1)
+        return frozen(np.ascontiguousarray(order[:, : self.chosen], np.int32))
+
+    @cached_property
+    def each(self) -> tuple[Problem, ...]:
+        """Of each expert the problem whose weights are its own."""
+        own = (1, self.n, self.k, self.format, self.distribution)
+        return tuple(Problem(*own, self.seed + e) for e in range(self.experts))
+
+    @cached_property
+    def _of_tokens(self) -> Problem:
+        own = (self.n, self.k, self.format, self.distribution, self.seed, self.input)
+        return Problem(self.m // self.chosen, *own)
+
+    @property
+    def tokens(self) -> Array:
+        return self._of_tokens.given
+
+    @cached_property
+    def a(self) -> Array:
+        return frozen(np.repeat(self._of_tokens.a, self.chosen, axis=0))
+
+    @cached_property
+    def w(self) -> Array:
+        """float32[E, N, K]."""
+        return frozen(np.stack([one.w for one in self.each]))
+
+    @cached_property
+    def blocks(self) -> Array:
+        """structured[E, N, K/32]."""
+        return frozen(np.stack([one.blocks for one in self.each]))
+
+    def by_weights(self, rows: Array) -> tuple[tuple[Array, Problem], ...]:
+        own = self.ids.reshape(-1)[rows]
+        return tuple((np.flatnonzero(own == e), self.each[e]) for e in np.unique(own))
 
 
 def _draw(rng: np.random.Generator, distribution: str, rows: int, columns: int) -> Array:

@@ -21,6 +21,7 @@ from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
 from results.measure import cublas
+from results.measure.by_experts import ExpertsData
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import Data, Product, Shared, attempt, failed, in_threads
 from results.measure.protocol import Budget, Stopwatch
@@ -29,7 +30,9 @@ from results.record.environment import finished, utc_now
 from results.record.provenance import remembered, source_hash
 from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run, mnk
 from results.record.store import merge, read, write
-from steps.contract import BRANCHES, Family, Kernel, Size, Step, Work
+from steps.checks.cases import Routing, routing
+from steps.checks.select import branches
+from steps.contract import Family, Kernel, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.choice import Choice
 from steps.registry import kernel_of, kernels, lesson_of
@@ -38,7 +41,7 @@ DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
 
 FIRST_SHAPES: Final[tuple[Size, ...]] = tuple(
-    dict.fromkeys(branch.homes[0] for branch in BRANCHES.values())
+    dict.fromkeys(branch.homes[0] for branch in branches().values())
 )
 """Measured first: a bench that is killed has the headline."""
 
@@ -144,6 +147,7 @@ def matrix(
     if 1 in sizes:
         sizes[1] |= dict.fromkeys(FIRST_SHAPES)
     homes = {number: frozenset(own) for number, own in sizes.items()}
+    routed = {size for step in ladder for size in step.home_shapes if routing(step, size)}
     for step in top_steps(ladder, cc):
         sizes[step.number] |= dict.fromkeys(size for size in BENCH_SHAPES if for_top(step, size[0]))
     return tuple(
@@ -152,7 +156,11 @@ def matrix(
         for family in dict.fromkeys((*by_number[number].families, *kernel_of(number).families))
         for name in formats
         for size in own
-        for step in _taken(by_number[number], name, family, cc, size in homes[number])
+        for step in (
+            _able([by_number[number]], name, family, cc)
+            if size in routed
+            else _taken(by_number[number], name, family, cc, size in homes[number])
+        )
         for one in wanted_of(Work(step, family, name), size)
     )
 
@@ -163,15 +171,25 @@ def _taken(
     """What is measured of a step: at home the lesson, if it can, else its engineered kernel; where
     neither can, nothing."""
     candidates = (step, kernel_of(step.number)) if at_home else (kernel_of(step.number),)
+    return _able(candidates, name, family, cc)
+
+
+def _able(
+    candidates: Sequence[Kernel], name: str, family: Family, cc: tuple[int, int] | None
+) -> list[Kernel]:
+    """The first that can, if any. Of experts' homes lessons alone: a loop over experts has no pass
+    over A."""
     return [one for one in candidates if one.supports(name, family, cc) is None][:1]
 
 
 def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
-    """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out."""
+    """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out, and
+    lessons on experts."""
     found = {
         (step.branch, step.accuracy): step
         for step in ladder
         if step.branch != "cuda_cores"
+        and routing(step, step.home_shapes[0]) is None
         and step.supports(step.formats[0], step.families[-1], cc) is None
     }
     return tuple(found.values())
@@ -299,7 +317,7 @@ class Bench:
         wanted: Sequence[Wanted],
         wrong: Mapping[tuple[int, Family, str], str],
     ) -> tuple[list[Row], list[Peer]]:
-        shared = Shared(data, m, self.machine, self.stopwatch)
+        shared = data.shared(m, self.machine, self.stopwatch)
         every = [Product(one.row(), one.work, shared) for one in wanted]
         for one in every:
             if why := wrong.get((one.work.step.number, one.work.family, one.work.format)):
@@ -308,7 +326,7 @@ class Bench:
         running = self._each([one for one in every if one.row.why == "not run"], Product.first_run)
         running = self._judged(running, "")
         running = self._each(running, lambda one: one.enter(self.budget))
-        beside = self._cublas(shared) if running and self.torch else None
+        beside = self._cublas(shared) if running and self.torch and shared.beside_cublas else None
         contestants = [each for one in running for each in one.contestants]
         contestants += shared.passes.values()
         if beside is not None:
@@ -404,21 +422,34 @@ def measure_loops(
     """
     if distribution not in PrequantizedProblem.DISTRIBUTIONS:
         distribution = "normal"
-    kept: dict[tuple[int, int], Data] = {}
+    kept: dict[tuple[Any, ...], Data] = {}
     now = remembered(source_hash)
-    weights = [(size[1:], {one.work.format for one in wanted}) for size, wanted in loops]
+    of = [(*size[1:], routed_in(size, wanted)) for size, wanted in loops]
+    formats = ({one.work.format for one in wanted} for _, wanted in loops)
+    weights = list(zip(of, formats, strict=True))
     for i, ((m, n, k), wanted) in enumerate(loops):
         report(f"M={m} N={n} K={k}: {len(wanted)} rows")
-        if (n, k) not in kept:
-            tokens = max(size[0] for size, _ in loops if size[1:] == (n, k))
-            kept[n, k] = Data(tokens, n, k, distribution, seed, given)
-        rows, peers = bench.loop(kept[n, k], m, wanted, wrong)
+        own, routed = of[i], of[i][-1]
+        if own not in kept:
+            tokens = max(size[0] for each, (size, _) in zip(of, loops, strict=True) if each == own)
+            kept[own] = (
+                Data(tokens, n, k, distribution, seed, given)
+                if routed is None
+                else ExpertsData(tokens, n, k, distribution, seed, routed)
+            )
+        rows, peers = bench.loop(kept[own], m, wanted, wrong)
         if weights[i + 1 : i + 2] != [weights[i]]:
-            kept[n, k].release()
-        rest = {nk for nk, _ in weights[i + 1 :]}
-        kept = {nk: data for nk, data in kept.items() if nk in rest}
+            kept[own].release()
+        rest = {each for each, _ in weights[i + 1 :]}
+        kept = {each: data for each, data in kept.items() if each in rest}
         bench.tidy()
         yield [replace(row, source_hash=now(row.step, row.name)) for row in rows], peers
+
+
+def routed_in(size: Size, wanted: Iterable[Wanted]) -> Routing | None:
+    """How the problem of a loop routes tokens to experts, if one of its steps multiplies those."""
+    found = (routing(one.work.step, size) for one in wanted)
+    return next((one for one in found if one is not None), None)
 
 
 def failures(rows: Iterable[Row]) -> list[str]:

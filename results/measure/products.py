@@ -27,7 +27,7 @@ from results.measure.loop import Contestant
 from results.measure.protocol import Budget, Stopwatch, floor_us, impossible, slots_for
 from results.record.schema import Limits, Row, total_below_kernel
 from steps.checks.run import fatal
-from steps.contract import Shape, Size, Work, array_dtype
+from steps.contract import Activations, Launch, Shape, Size, Work, array_dtype
 from steps.kernels.parts.activations.layouts import decode, reading_of
 
 COMPARED: Final = 2**16
@@ -125,6 +125,10 @@ class Data:
             list(pool.map(self.blocks, dict.fromkeys(name for _, name in needed)))
             list(pool.map(self.packed, needed.values()))
 
+    def shared(self, m: int, machine: Any, stopwatch: Stopwatch) -> Shared:
+        """What products of the first m tokens share."""
+        return Shared(self, m, machine, stopwatch)
+
     def cublas_weights(self, l2_bytes: int) -> list[Any]:
         """Copies of the float weights in float16, as tensors of torch."""
         if not self._halves:
@@ -197,6 +201,8 @@ class Packed:
 class Shared:
     """What all products of one (M, N, K) share on the machine."""
 
+    beside_cublas = True
+
     def __init__(self, data: Data, m: int, machine: Any, stopwatch: Stopwatch) -> None:
         self.data, self.m, self.machine, self.stopwatch = data, m, machine, stopwatch
         self._a: dict[str, Any] = {}
@@ -236,6 +242,25 @@ class Shared:
             self.stopwatch.wait()
             self._activations[key] = made
         return key, self._activations[key]
+
+    def launches(
+        self, work: Work, copies: Sequence[tuple[Any, ...]], activations: Activations, out: Any
+    ) -> list[tuple[Launch, ...]]:
+        """What multiplies, in each repetition in turn: by another copy of the weights."""
+        step, family, fmt, shape = work.step, work.family, FORMATS[work.format], Shape(*self.shape)
+        scratch = step.scratch_memory(self.machine, fmt, family, shape)
+        return [
+            (step.launch(fmt, family, shape, weights, activations.arrays, out, *scratch),)
+            for weights in copies
+        ]
+
+    def in_order(self, work: Work, c: np.ndarray) -> np.ndarray:
+        """C as the problem has it, of what the launches of a work wrote."""
+        return c
+
+    def bytes_read(self, packed: Packed) -> int:
+        """Of the weights, by a product."""
+        return packed.nbytes
 
     def multiplied(self, activations: Any) -> Any:
         """The bits that kernels multiply of these activations, read back once; None where it is A
@@ -277,32 +302,27 @@ class Product:
 
     def first_run(self) -> None:
         """Compile, launch once, and keep the result for `first_check`."""
-        step, family, fmt = self.work.step, self.work.family, FORMATS[self.work.format]
+        step, family = self.work.step, self.work.family
         shared, machine = self.shared, self.shared.machine
         if why := step.supports(
             self.work.format, family, getattr(machine, "cc", None), self.row.output
         ):
             raise ValueError(why)
-        shape = Shape(*shared.shape)
         self.packed = shared.data.packed(self.work)
         copies = self.packed.on(machine, shared.stopwatch)
         self.pass_key, self.activations = shared.activations(self.work, self.row.input)
-        scratch = step.scratch_memory(machine, fmt, family, shape)
-
-        def launch(weights: tuple[Any, ...], out: Any) -> Any:
-            return step.launch(fmt, family, shape, weights, self.activations.arrays, out, *scratch)
-
         out = shared.nan_filled(self.row.output)
-        first = launch(copies[0], out)
-        machine.run(first)
+        first, *_ = shared.launches(self.work, copies[:1], self.activations, out)
+        for launch in first:
+            machine.run(launch)
         shared.stopwatch.wait()
         # Null in the simulator. Local memory counts as spilled: no step keeps an array there.
-        used = machine.resources(first) if hasattr(machine, "resources") else {}
+        used = machine.resources(first[-1]) if hasattr(machine, "resources") else {}
         self.row = replace(self.row, pack_us=self.packed.pack_us, **used)
         self._c: Any = machine.host(out)
         shared.multiplied(self.activations)
         self._out = shared.nan_filled(self.row.output)
-        self.launches = [launch(weights, self._out) for weights in copies]
+        self.launches = shared.launches(self.work, copies, self.activations, self._out)
 
     def last_run(self) -> None:
         """Keep what the timed launches wrote, for `last_check`."""
@@ -314,7 +334,8 @@ class Product:
         reference = self.shared.reference(self.work, self.row.input)
         bits = self.shared.multiplied(self.activations)
         try:
-            return check(self._c, reference.problem, self.work.family, bits, reference=reference)
+            c = self.shared.in_order(self.work, self._c)
+            return check(c, reference.problem, self.work.family, bits, reference=reference)
         finally:
             del self._c
 
@@ -322,10 +343,10 @@ class Product:
         """Make its contestants; that of the activation pass is shared by products."""
         watch, before = self.shared.stopwatch, tuple(self.activations.launches)
         slots, passes = len(self.launches), self.shared.passes
-        self.kernel = Contestant(watch, lambda slot: (self.launches[slot],), slots, budget)
+        self.kernel = Contestant(watch, lambda slot: self.launches[slot], slots, budget)
         self.total = self.kernel  # where there is nothing to prepare, it reads A as it is
         if before:
-            total = lambda slot: (*before, self.launches[slot])  # noqa: E731
+            total = lambda slot: (*before, *self.launches[slot])  # noqa: E731
             self.total = Contestant(watch, total, slots, budget)
         if before and self.pass_key not in passes:
             passes[self.pass_key] = Contestant(watch, lambda _: before, 1, budget)
@@ -341,7 +362,7 @@ class Product:
         assert self.total is not None
         kernel, total, row = self.kernel.timing, self.total.timing, self.row
         own = self.shared.passes.get(self.pass_key)
-        weights = self.packed.nbytes
+        weights = self.shared.bytes_read(self.packed)
         others = sum(int(array.nbytes) for array in self.activations.arrays)
         others += array_dtype(row.output).itemsize * row.M * row.N
         operations = 2 * row.M * row.N * row.K

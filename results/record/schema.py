@@ -63,7 +63,7 @@ class Row(Sized):
     step: int
     name: str
     title: str = ""
-    branch: str = ""  # a key of steps.contract.BRANCHES
+    branch: str = ""  # a key of steps.checks.select.branches()
     parent: int | None = None  # of this row's family
     unit: str = ""  # the arithmetic unit the step is limited by: a key of Limits.tops
     scheme: Scheme  # W{weight bits}A{16|8}

@@ -32,7 +32,8 @@ from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, stale_keys
 from results.render.table import Column, Table, dims, of_records, progress
 from steps import ladder
-from steps.contract import BRANCHES, Step
+from steps.checks.select import branches
+from steps.contract import Step
 from steps.learn import pitfalls
 from steps.learn.pitfalls import Finding, Pitfall, right
 from steps.learn.pitfalls.exhibit import error_of, value_of
@@ -152,7 +153,7 @@ def _lesson_of(step: Step) -> dict[str, Any]:
     intro, passages = markup.lesson(inspect.getdoc(module) or "", names)
     intro = intro.partition(" - ")[2] or intro
     return {
-        "branch": BRANCHES[step.branch].title,
+        "branch": branches()[step.branch].title,
         "parent": parent_of(step),
         "following": [each.number for each in following(step)],
         "intro": intro[:1].upper() + intro[1:],

@@ -12,7 +12,7 @@ from typing import Final
 from results.measure.humming import SCHEMES, W4A8, W4A16
 from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
 from results.render.table import number, ratio
-from steps.contract import BRANCHES
+from steps.checks.select import branches
 
 MAIN_FORMAT: Final = "q4_0"  # the format of charts and tables that show one
 CUBLAS: Final = "cublas_fp16"
@@ -139,7 +139,7 @@ class Rung:
     @property
     def away(self) -> bool:
         """Whether its home is not the first one of its branch."""
-        branch = BRANCHES.get(self.row.branch)
+        branch = branches().get(self.row.branch)
         return branch is not None and self.row.shape != branch.homes[0]
 
 
@@ -160,15 +160,16 @@ def ladder(run: Run) -> list[Panel]:
     rows = of_one_dtype(row for row in run.rows if row.status != "unsupported")
     format_name = main_format(row for row in rows if row.home)
     panels = []
-    for branch in (*BRANCHES, *sorted({row.branch for row in rows} - set(BRANCHES))):
+    known = branches()
+    for branch in (*known, *sorted({row.branch for row in rows} - set(known))):
         own = [row for row in rows if row.home and row.branch == branch]
         if not own:
             continue
-        first = BRANCHES[branch].homes[0] if branch in BRANCHES else min(row.shape for row in own)
+        first = known[branch].homes[0] if branch in known else min(row.shape for row in own)
         rungs = [
             _rung(rows, own, step, first, format_name) for step in sorted({r.step for r in own})
         ]
-        title = BRANCHES[branch].title if branch in BRANCHES else branch
+        title = known[branch].title if branch in known else branch
         panels.append(Panel(branch, title, first, tuple(rung for rung in rungs if rung)))
     return [panel for panel in panels if panel.rungs]
 

@@ -18,7 +18,8 @@ from results.render import query
 from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
 from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdown, percent, ratio
-from steps.contract import BRANCHES, Step
+from steps.checks.select import branches
+from steps.contract import Step
 
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
@@ -81,9 +82,9 @@ def ladder_table(
     if any(row.key in stale for row in shown):
         title.append(STALE_NOTE)
     missing = [step for step in every if step.number not in {row.step for row in shown}]
-    for key in BRANCHES:
+    for key, branch in branches().items():
         if key not in {panel.branch for panel in panels} and any(s.branch == key for s in missing):
-            panels.append(query.Panel(key, BRANCHES[key].title, BRANCHES[key].homes[0], ()))
+            panels.append(query.Panel(key, branch.title, branch.homes[0], ()))
     lines = []
     for panel in panels:
         lines.append(Line(("", f"**{panel.title}**, {dims(panel.home)}", *[""] * 4)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Final
+from math import gcd
+from typing import Final, NamedTuple
 
 from qformats import FORMATS, SUPER
 from reference import CHECK_SHAPES, DEEP_CHECK_SHAPE, GOLDEN, GPU_CHECK_SHAPES
+from steps.blocks.experts import RowsByIds
 from steps.checks.select import ALL_FORMATS, UsageError
 from steps.contract import Kernel, Size, Step
+from steps.registry import lesson_of
 
 SIMULATOR_LIMIT: Final = 2**20
 """The most M * N * K that the simulator accepts: about a minute of Python per step."""
@@ -38,6 +41,29 @@ INTEGER_K: Final = 1280
 
 QUICK: Final = 3
 """A quick check gives each format every third shape, so that three formats cover all of them."""
+
+
+FEW_EXPERTS: Final = 5
+"""Of the problems that check a lesson on experts: one token leaves some unchosen, 130 give each
+several groups."""
+
+
+class Routing(NamedTuple):
+    """How many experts there are, and how many a token has: E and S."""
+
+    experts: int
+    chosen: int
+
+
+def routing(step: Kernel, size: Size) -> Routing | None:
+    """That of a step's problem with so many rows of C; None for a step that knows no experts. At
+    the weights of a home there are as many as the step says; a token has as many of them as divide
+    M."""
+    reads = step.activations[step.families[-1]]
+    if not isinstance(reads, RowsByIds):
+        return None
+    at_home = size[1:] in {home[1:] for home in lesson_of(step).home_shapes}
+    return Routing(reads.experts if at_home else FEW_EXPERTS, gcd(size[0], reads.chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +150,7 @@ def _check_shapes(format_name: str, small: bool, step: Kernel | None) -> tuple[S
 def of_few_tokens(kernel: Kernel) -> bool:
     """Whether it is a kernel of decode."""
     if isinstance(kernel, Step):
-        return kernel.branch == "decode"
+        return kernel.branch in ("decode", "experts")
     return kernel.most_tokens is not None
 
 

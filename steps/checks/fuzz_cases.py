@@ -19,7 +19,7 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.storage import storage_format
 from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
-from steps.checks.cases import require_depth
+from steps.checks.cases import require_depth, routing
 from steps.checks.select import ALL_FORMATS, UsageError, select
 from steps.contract import Family, Kernel
 from steps.kernels.parts.activations.layouts import inputs
@@ -199,10 +199,21 @@ def cases(
 
 def works(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> list[FuzzCase]:
     """What the kernels and their lessons multiply on such a GPU: each kernel, family, format and
-    dtypes, as a case without a shape. UsageError where there is nothing."""
+    dtypes, as a case without a shape. A lesson on experts, which `gemm` does not call, multiplies
+    one. UsageError where there is nothing."""
     select(steps, ALL_FORMATS, None, cc)
     return [
-        FuzzCase(one.number, family, name, 1, 1, 1, a, c, lesson=lesson)
+        FuzzCase(
+            one.number,
+            family,
+            name,
+            1,
+            1,
+            1,
+            a,
+            c,
+            lesson=lesson or int(routing(one, (1, 1, 32)) is not None),
+        )
         for step in steps
         for lesson, one in enumerate([step] if find(step.number) is step else _both(step))
         for family in one.families

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from reference import GOLDEN, OF_BLOCKS, Check, Problem
-from steps.checks.cases import Case
+from reference import GOLDEN, OF_BLOCKS, Check, ExpertsProblem, Problem
+from steps.checks.cases import Case, Routing, routing
 from steps.checks.verify import verify
 from steps.contract import Machine, Size, Work
 from steps.kernels.parts.activations.layouts import reading_of
@@ -59,10 +59,16 @@ class Outcomes:
 
 @lru_cache(maxsize=256)
 def drawn(
-    format_name: str, shape: Size, distribution: str, seed: int, input: str = "float32"
+    format_name: str,
+    shape: Size,
+    distribution: str,
+    seed: int,
+    input: str = "float32",
+    routed: Routing | None = None,
 ) -> Problem:
     """The problem of a case; kept, as every step solves the same ones."""
-    return Problem(*shape, format_name, distribution, seed, input)
+    given = (*shape, format_name, distribution, seed, input)
+    return Problem(*given) if routed is None else ExpertsProblem(*given, *routed)
 
 
 def check_works(
@@ -114,7 +120,8 @@ def _results(
             if problem_of is not None:
                 one = problem_of(input)
             else:
-                one = drawn(work.format, case.shape, case.distribution, case.seed, input)
+                routed = routing(work.step, case.shape)
+                one = drawn(work.format, case.shape, case.distribution, case.seed, input, routed)
             yield case, verify(work.step, work.family, one, machine(case.order), bits, output)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())

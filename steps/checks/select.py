@@ -1,17 +1,33 @@
-"""Which works are asked for (steps, formats, a scheme), and what they are compared with."""
+"""Which works are asked for (steps, formats, a scheme), and what they are compared with; branches
+of the ladder."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Final, get_args
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
 from qformats.terminal import sentence
-from steps.contract import Family, Kernel, Work
-from steps.registry import find, kernels, lesson_of
+from steps.contract import BRANCHES, Branch, Family, Kernel, Work
+from steps.registry import find, kernels, ladder, lesson_of
 
 ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)  # in the order of every table
+
+
+@cache
+def branches() -> Mapping[str, Branch]:
+    """The branches of the ladder by the name that a step gives, in the order of panels: those of
+    the contract, and those that a lesson brings, whose first step defines `BRANCH` beside its
+    `STEP`."""
+    found = dict(BRANCHES)
+    for step in ladder():
+        own = getattr(sys.modules[step.launch.__module__], "BRANCH", None)
+        if own is not None:
+            found[step.branch] = own
+    return found
 
 
 class UsageError(Exception):

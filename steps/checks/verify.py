@@ -14,6 +14,7 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Q81, Bfloats, Check, Halves, Problem, Tokens, check
+from steps.blocks.experts import RowsByIds
 from steps.contract import Activations, Family, Kernel, Launch, Machine, Shape, array_dtype
 from steps.kernels.parts.activations.layouts import decode, encode
 
@@ -35,6 +36,7 @@ class Prepared:
     shape: Shape
     weights: tuple[Any, ...]
     a: Any
+    ids: Any
     activations: Activations
     out: Any
     guarded: Any
@@ -51,8 +53,11 @@ def prepare(
     q81: Q81 | None = None,
     dtype: Any = None,
     packed: Sequence[Any] | None = None,
+    ids: np.ndarray | None = None,
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
+    With `ids`, of blocks [E, N, K/32] of experts, see `steps.blocks.experts`; a lesson on these
+    takes the ordinary product for that of one expert.
 
     `q81`: Q8_1 bits to multiply, and not what the machine would make of `a` (A8 only; where a
     token has one scale, those of tokens of one block).
@@ -60,10 +65,16 @@ def prepare(
     by default the first. `packed`: what `step.pack` makes of the blocks, where it is on the machine
     already.
     """
-    shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
+    shape = Shape(a.shape[0] if ids is None else ids.size, blocks.shape[-2], a.shape[1])
     weights = tuple(packed or (machine.array(array) for array in step.pack(blocks)))
     on_machine = machine.array(a)
-    activations = step.activations[family](on_machine, machine)
+    make, chosen = step.activations[family], None
+    if isinstance(make, RowsByIds):
+        chosen = machine.array(np.zeros((len(a), 1), np.int32) if ids is None else ids)
+        experts = blocks.shape[0] if blocks.ndim == 3 else 1
+        activations = make(on_machine, machine, chosen, experts)
+    else:
+        activations = make(on_machine, machine)
     if q81 is not None and activations.layout not in (None, "inside", "rows"):
         bits = Tokens.of_q81(q81) if activations.layout == "tokens" else q81
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
@@ -74,15 +85,16 @@ def prepare(
     launch = step.prepare(
         machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
     )
-    return Prepared(shape, weights, on_machine, activations, out, guarded, launch)
+    return Prepared(shape, weights, on_machine, chosen, activations, out, guarded, launch)
 
 
 def multiply(prepared: Prepared, machine: Machine) -> np.ndarray:
     """Runs the activation pass and the step; C [M, N] on the host."""
     # In a chain of products the launch before stores A, and may still run when the next one begins.
+    # Where there are ids it stores those, too: no row of A is read before them.
     follow = getattr(machine, "follow", None)  # the simulator's
     if follow is not None:
-        follow(prepared.a)
+        follow(prepared.a if prepared.ids is None else prepared.ids)
     for launch in (*prepared.activations.launches, prepared.launch):
         machine.run(launch)
     return result(prepared, machine)
@@ -110,33 +122,44 @@ def verify(
 ) -> Check:
     """Checks one step on one problem: values, guard bands, and that its inputs are unchanged.
     A comes as `problem.input`, C is written as `dtype`."""
-    a, blocks = problem.given, problem.blocks
-    prepared = prepare(step, family, problem.format, a, blocks, machine, q81, dtype)
+    a, blocks, ids = problem.tokens, problem.blocks, problem.ids
+    prepared = prepare(step, family, problem.format, a, blocks, machine, q81, dtype, ids=ids)
     c = multiply(prepared, machine)
-    require_unchanged(prepared, machine, step, a, step.pack(blocks))
+    require_unchanged(prepared, machine, step, a, step.pack(blocks), ids)
     return check(c, problem, family, operands(prepared, machine))
 
 
 def require_unchanged(
-    prepared: Prepared, machine: Machine, step: Kernel, a: np.ndarray, packed: Sequence[np.ndarray]
+    prepared: Prepared,
+    machine: Machine,
+    step: Kernel,
+    a: np.ndarray,
+    packed: Sequence[np.ndarray],
+    ids: np.ndarray | None = None,
 ) -> None:
-    """RuntimeError if a product has changed its weights or its activations. packed: the weights as
-    they were."""
+    """RuntimeError if a product has changed its weights, its activations or ids. packed: the
+    weights as they were."""
     for array, kept in zip(prepared.weights, packed, strict=True):
         if machine.host(array).tobytes() != kept.tobytes():
             raise RuntimeError(f"step {step.number} changed its weights")
     if machine.host(prepared.a).tobytes() != a.tobytes():
         raise RuntimeError(f"step {step.number} changed its activations")
+    if ids is not None and machine.host(prepared.ids).tobytes() != ids.tobytes():
+        raise RuntimeError(f"step {step.number} changed the ids")
 
 
 def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Bfloats | Tokens | None:
     """What the kernel multiplied, read back: Q8_1 bits, halves, bfloats or tokens; None where it
     was float32 A."""
-    layout = prepared.activations.layout
+    layout, m, k = prepared.activations.layout, prepared.shape.m, prepared.shape.k
     if layout is None:
         return None
+    if prepared.ids is not None:  # a lesson may sort A by ids, and changes no number
+        tokens, chosen = prepared.ids.shape
+        a = (machine.host(prepared.a),)
+        return decode(layout, a, tokens, k).rows(np.arange(m) // chosen)
     arrays = tuple(machine.host(array) for array in prepared.activations.arrays)
-    return decode(layout, arrays, prepared.shape.m, prepared.shape.k)
+    return decode(layout, arrays, m, k)
 
 
 def _guarded_nan(size: int, dtype: np.dtype) -> np.ndarray:

@@ -25,6 +25,7 @@ from reference import Problem
 from results.measure.bench import Wanted, matrix, wanted_in
 from results.record import store
 from results.record.environment import environment
+from steps.checks.cases import routing
 from steps.cli.arguments import formats_of, home_shapes_of, machines, one_step, steps_of, work_of
 from steps.cli.run import remark
 from steps.cli.tools import NO_COUNTERS, ROOT, required, this
@@ -145,14 +146,22 @@ def launch_each(wanted: Sequence[Wanted], gpu: Any) -> None:
     rng, blocks, packed = np.random.default_rng(0), {}, {}
     for one in wanted:
         (m, n, k), step, name = one.size, one.work.step, one.work.format
+        routed = routing(step, one.size)
         if (name, n, k) not in blocks:
             blocks[name, n, k] = Problem(1, n, k, name).blocks
         layout = step.pack, name, n, k
         if layout not in packed:
-            packed[layout] = [gpu.array(array) for array in step.pack(blocks[name, n, k])]
-        a = gpu.array(rng.standard_normal((m, k), dtype=np.float32).astype(ARRAYS[one.input]))
+            experts = 1 if routed is None else routed.experts  # all of the same weights
+            arrays = (np.tile(array, experts) for array in step.pack(blocks[name, n, k]))
+            packed[layout] = [gpu.array(array) for array in arrays]
+        tokens, ids = m, None
+        if routed is not None:
+            tokens = m // routed.chosen
+            chosen = np.argsort(rng.random((tokens, routed.experts)), axis=1)[:, : routed.chosen]
+            ids = gpu.array(chosen.astype(np.int32))
+        a = gpu.array(rng.standard_normal((tokens, k), dtype=np.float32).astype(ARRAYS[one.input]))
         out = gpu.empty((m, n), ARRAYS[one.output])
-        activations, own = one.launched.on(gpu, packed[layout], a, out)
+        activations, own = one.launched.on(gpu, packed[layout], a, out, ids)
         for launched in (*activations.launches, own):
             gpu.run(launched)
         gpu.synchronize()

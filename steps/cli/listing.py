@@ -13,11 +13,11 @@ from typing import Any, Final
 from results.render import table
 from results.render.table import Column
 from steps.checks.cases import require_depth
-from steps.checks.select import UsageError
+from steps.checks.select import UsageError, branches
 from steps.cli import exercises
 from steps.cli.arguments import home_shapes_of, launches_of, one_step, refusing, require_compilable
 from steps.cli.report import shape_text
-from steps.contract import BRANCHES, Step, scheme
+from steps.contract import Step, scheme
 from steps.learn.exercises.advice import refused
 from steps.registry import following, label_of, ladder, parent_of, source
 
@@ -42,9 +42,9 @@ def list_steps(args: Namespace) -> int:
     if args.json:
         print(json.dumps([_as_json(step) for step in steps], indent=1))
         return 0
-    branches = ", ".join(f"{name} ({branch.title})" for name, branch in BRANCHES.items())
+    every = ", ".join(f"{name} ({branch.title})" for name, branch in branches().items())
     notes = (
-        f"Branches: {branches}. GPU: the lowest compute capability.",
+        f"Branches: {every}. GPU: the lowest compute capability.",
         "make diff STEP=4 shows what step 4 changes in the step it grew from.",
     )
     table.show(table.of_records(COLUMNS, steps, notes=notes))

@@ -28,6 +28,7 @@ import numpy as np
 
 from qformats import FORMATS
 from qformats.storage import nearest_weight_format
+from steps.blocks.experts import RowsByIds
 from steps.compile.dry_run import (
     OUT,
     REGION,
@@ -56,6 +57,9 @@ from steps.kernels.parts.activations.layouts import GATED, Reading, inputs, read
 from steps.product import tuning_table as tuning
 from steps.product.operands import one_of, require_grid
 from steps.registry import kernel_of, kernels, ladder
+
+IDS: Final = WEIGHTS + 8 * REGION
+"""Where ids of a dry run lie: behind all packed arrays."""
 
 MOST_OF_A_SIDE: Final = 2**31 - 1
 """M, N and K are int32 to a kernel."""
@@ -177,13 +181,17 @@ class Choice:
         return replace(self, configuration=launch_configuration(own))
 
     def on(
-        self, machine: Machine, weights: Sequence[Any], a: Any, out: Any
+        self, machine: Machine, weights: Sequence[Any], a: Any, out: Any, ids: Any = None
     ) -> tuple[Activations, Launch]:
         """The activations, and the kernel's own launch, on arrays of a machine. weights: the packed
-        arrays, and behind them the bias if there is one. ValueError for more thread blocks than
+        arrays, and behind them the bias if there is one. ids: where the kernel is of experts.
+        ValueError for more thread blocks than
         CUDA launches."""
         asked = self.request
-        activations = self.reading.make(a, machine)
+        if isinstance(self.reading.make, RowsByIds):
+            activations = self.reading.make(a, machine, ids)
+        else:
+            activations = self.reading.make(a, machine)
         own = self.kernel.prepare(
             machine,
             FORMATS[asked.format],
@@ -215,7 +223,10 @@ class Choice:
             Placeholder(WEIGHTS + i * REGION, shape, np.dtype(dtype))
             for i, (shape, dtype) in enumerate(types)
         ]
-        activations, own = self.on(machine or DryRun(), arrays, a, out)
+        ids = None
+        if isinstance(self.reading.make, RowsByIds):
+            ids = Placeholder(IDS, (asked.m, 1), np.dtype(np.int32))
+        activations, own = self.on(machine or DryRun(), arrays, a, out, ids)
         return (*activations.launches, own)
 
     def operand_types(self, weights: Sequence[ArrayType] | None = None) -> tuple[ArrayType, ...]:
@@ -343,6 +354,8 @@ def families(kernel: Kernel, request: Request) -> list[Family]:
 def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str | None:
     """None, or one sentence saying why a kernel cannot do what is asked on such a GPU."""
     family = known_family(request.family or kernel.families[-1])
+    if isinstance(kernel.activations[kernel.families[-1]], RowsByIds):
+        return f"step {kernel.number} multiplies experts, which ids choose: call steps.experts"
     if why := kernel.supports(request.format, family, cc, request.c):
         return why
     if kernel.most_k is not None and request.k > kernel.most_k:

@@ -28,10 +28,10 @@ from results.measure.products import Data
 from results.measure.protocol import Budget
 from results.record import provenance, store
 from results.record.schema import Environment, Git, Limits, Row, Run
-from steps.checks.select import select
+from steps.checks.select import branches, select
 from steps.cli import bench as command
 from steps.cli.main import _parser
-from steps.contract import BRANCHES, FLOATS, Kernel, Step, Work
+from steps.contract import FLOATS, Kernel, Step, Work
 from steps.driver.machines import Simulator
 from steps.registry import find, kernel_of, kernels, ladder, lesson_of
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
@@ -266,7 +266,7 @@ def test_every_step_is_at_its_home_shapes_in_all_formats_with_its_parents() -> N
                     for one in benching.wanted_of(Work(step, family, name), size):
                         assert one.key in keys
             assert {step.number, *step.parents.values()} <= steps_at(size)
-    assert all(1 in steps_at(branch.homes[0]) for branch in BRANCHES.values())
+    assert all(1 in steps_at(branch.homes[0]) for branch in branches().values())
 
 
 def test_the_top_steps_are_at_all_shapes() -> None:
@@ -301,7 +301,7 @@ def test_the_headline_comes_first_and_home_shapes_before_the_others() -> None:
     loops = benching.in_loops(MATRIX)
     sizes = [size for size, _ in loops]
     assert len(set(sizes)) == len(sizes)
-    first = [branch.homes[0] for branch in BRANCHES.values()]
+    first = [branch.homes[0] for branch in branches().values()]
     assert sizes[: len(set(first))] == list(dict.fromkeys(first))
     homes = [any(one.at_home for one in own) for _, own in loops]
     assert homes == sorted(homes, reverse=True)

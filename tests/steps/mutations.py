@@ -47,6 +47,8 @@ from numba.cuda.dispatcher import CUDADispatcher
 
 import steps
 from reference import Problem, check
+from steps.checks.cases import Routing, routing
+from steps.checks.run import drawn
 from steps.checks.verify import Prepared, operands, prepare, result
 from steps.contract import Family, Kernel, Size, Step
 from steps.driver.machines import Simulator
@@ -519,6 +521,7 @@ MORE_WORK: Final[dict[str, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] =
     **dict.fromkeys(("kernel17", "kernel18"), DECODE),
     # warps of more tiles of K than their rings have slots
     **dict.fromkeys(("step17", "step18"), ((1, (3, 20, 4256), "float16", {}),)),
+    "step19": ((1, (3, 20, 2208), "float16", {}), (1, (44, 20, 96), "float16", {})),
 }
 """Cases that no other test has: (SMs, shape, dtype of C, constants)."""
 
@@ -580,11 +583,10 @@ class Wrong(Exception):
 
 def prepared_for(step: Kernel, label: str, case: Case, machine: Simulator) -> Prepared:
     """The operands and launches of a kernel, which is that of `label` or a mutant of it."""
-    problem = problem_of(case, input_of(step, case.family))
-    one = replace(step, pack=lambda _: packed(label, case))
-    return prepare(
-        one, case.family, case.format, problem.given, problem.blocks, machine, dtype=case.output
-    )
+    problem = problem_of(case, input_of(step, case.family), routing(step, case.shape))
+    one, given = replace(step, pack=lambda _: packed(label, case)), (problem.tokens, problem.blocks)
+    others = {"dtype": case.output, "ids": problem.ids}
+    return prepare(one, case.family, case.format, *given, machine, **others)
 
 
 def run(step: Kernel, label: str, case: Case, order: int, rounds: int = 1) -> None:
@@ -596,24 +598,26 @@ def run(step: Kernel, label: str, case: Case, order: int, rounds: int = 1) -> No
         replace(launch, overlap=STARTS_THE_NEXT in launch.kernel.py_func.__code__.co_names)
         for launch in prepared.activations.launches
     ]
-    machine.follow(prepared.a)
+    machine.follow(prepared.a if prepared.ids is None else prepared.ids)
     for _ in range(rounds):
         for launch in (*passes, prepared.launch):
             machine.run(launch)
-    given, problem = operands(prepared, machine), problem_of(case, input_of(step, case.family))
+    problem = problem_of(case, input_of(step, case.family), routing(step, case.shape))
+    given = operands(prepared, machine)
     found = check(result(prepared, machine), problem, case.family, given)
     if not found.ok:
         raise Wrong(found.verdict)
 
 
 @cache
-def problem_of(case: Case, input: str) -> Problem:
-    return Problem(*case.shape, case.format, "normal", seed=11, input=input)
+def problem_of(case: Case, input: str, routed: Routing | None) -> Problem:
+    return drawn(case.format, case.shape, "normal", 11, input, routed)
 
 
 @cache
 def packed(label: str, case: Case) -> tuple[np.ndarray, ...]:
-    return SUBJECTS[label].pack(problem_of(case, "float32").blocks)
+    step = SUBJECTS[label]
+    return step.pack(problem_of(case, "float32", routing(step, case.shape)).blocks)
 
 
 # --- which cases reach a site ---------------------------------------------------------------------

@@ -44,9 +44,10 @@ class Terms:
 
     @classmethod
     def of(cls, problem: Problem, operands: Q81 | Halves | Bfloats | Tokens | None) -> Terms | None:
-        """None where a kernel multiplies other weights than those of 32-element blocks."""
+        """None where a kernel multiplies other weights than those of 32-element blocks, or each row
+        of A by an expert's."""
         fmt = format_of(problem.blocks)
-        if fmt.elements != BLOCK or isinstance(operands, Tokens):
+        if problem.ids is not None or fmt.elements != BLOCK or isinstance(operands, Tokens):
             return None
         blocks = problem.blocks
         code = fmt.levels(blocks).reshape(*blocks.shape, BLOCK).astype(np.float64)

@@ -18,7 +18,7 @@ import numpy as np
 
 from reference import GOLDEN, Bfloats, Check, Halves, Problem, check
 from steps import contract
-from steps.checks.cases import Case
+from steps.checks.cases import Case, routing
 from steps.checks.run import drawn
 from steps.checks.verify import Prepared, multiply, operands, prepare, require_unchanged
 from steps.contract import Family, Step, ceil_div, scheme
@@ -65,8 +65,9 @@ class Subject:
 
     def problem_for(self, step: Step) -> Problem:
         """With A of the step's dtype."""
-        source = inputs(step, self.family)[0]
-        return drawn(self.format, self.case.shape, self.case.distribution, self.case.seed, source)
+        source, case = inputs(step, self.family)[0], self.case
+        routed = routing(step, case.shape)
+        return drawn(self.format, case.shape, case.distribution, case.seed, source, routed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ def attempt(step: Step, subject: Subject, path: Path) -> Trial:
             out = prepared.out.view(f"u{size}")
             out[...] = UNWRITTEN[size]
             multiply(prepared, machine)
-            require_unchanged(prepared, machine, step, problem.given, step.pack(problem.blocks))
+            packed = step.pack(problem.blocks)
+            require_unchanged(prepared, machine, step, problem.tokens, packed, problem.ids)
     except Exception as error:  # whatever a beginner's kernel or launch does
         return Trial(subject, fault_of(error, path))
     used = operands(prepared, machine)
@@ -206,9 +208,9 @@ def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:
     problem = subject.problem_for(step)
     golden = subject.case.distribution == "golden"
     bits = GOLDEN[subject.format].q81 if golden else None
-    operands = problem.given, problem.blocks
+    given = problem.format, problem.tokens, problem.blocks, machine, bits
     with sized_for(subject.sms):
-        return prepare(step, subject.family, subject.format, *operands, machine, bits)
+        return prepare(step, subject.family, *given, ids=problem.ids)
 
 
 @contextmanager

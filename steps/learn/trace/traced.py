@@ -11,6 +11,8 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Problem
+from steps.blocks.experts import RowsByIds
+from steps.checks.cases import routing
 from steps.contract import Shape, Size, Work, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
@@ -61,11 +63,20 @@ def trace(
     """
     (m, n, k), step, machine = size, work.step, Simulator()
     fmt = FORMATS[work.format]
-    weights = step.pack(Problem(1, n, k, work.format).blocks)
-    source = inputs(step, work.family)[0]
-    activations = step.activations[work.family](np.zeros((m, k), array_dtype(source)), machine)
-    for array in activations.arrays:
-        array[...] = 0
+    blocks, routed = Problem(1, n, k, work.format).blocks, routing(step, size)
+    make, dtype_of_a = step.activations[work.family], array_dtype(inputs(step, work.family)[0])
+    if routed is not None and isinstance(make, RowsByIds):
+        # each token has the same experts, of the same weights
+        blocks, tokens = np.stack([blocks] * routed.chosen), m // routed.chosen
+        ids = np.tile(np.arange(routed.chosen, dtype=np.int32), (tokens, 1))
+        activations = make(np.zeros((tokens, k), dtype_of_a), machine, ids, routed.chosen)
+        for before in activations.launches:
+            machine.run(before)
+    else:
+        activations = make(np.zeros((m, k), dtype_of_a), machine)
+        for array in activations.arrays:
+            array[...] = 0
+    weights = step.pack(blocks)
     out = machine.empty((m, n), array_dtype(work.output(dtype)))
     launch = step.prepare(
         machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out
