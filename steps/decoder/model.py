@@ -223,6 +223,10 @@ class StepExperts(QuantExperts):
 
     accuracy = "exact"
 
+    @property
+    def k(self) -> int:
+        return self.hidden
+
     def input_dtype(self, m: int) -> Any:
         return torch.float16
 

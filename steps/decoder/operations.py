@@ -8,6 +8,7 @@ in a reference, and so is what is computed here. The products read and write dty
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from steps.nn import operator as operator
@@ -64,12 +65,13 @@ def route(
     router: Tensor,
     chosen: int,
     normed: bool,
+    add: Callable[..., tuple[Tensor, Tensor]] = add_and_norm,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`add_and_norm`, and the experts of each token: (h, x, ids, shares), see `choose_experts`.
 
     router: [E, width]; x times it are the logits of experts.
     """
-    h, x = add_and_norm(h, y, weight, epsilon, dtype)
+    h, x = add(h, y, weight, epsilon, dtype)
     return h, x, *choose_experts(F.linear(x.to(router.dtype), router), chosen, normed)
 
 
@@ -194,7 +196,7 @@ class Operations(NamedTuple):
 
 
 PLAIN: Final = Operations("plain")
-FUNCTIONS: Final = Operations._fields[1:-2]
+FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-2] if name != "route")
 
 
 def compiled() -> Operations:
@@ -204,4 +206,5 @@ def compiled() -> Operations:
         name: torch.compile(getattr(PLAIN, name), fullgraph=True, dynamic=False)
         for name in FUNCTIONS
     }
+    made["route"] = partial(route, add=made["add_and_norm"])  # a product: torch's own
     return PLAIN._replace(mode="compiled", **made)

@@ -116,6 +116,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, gate_up: Any, down: Any) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self.k = gate_up.shape[2]
 
     def input_dtype(self, m: int) -> Any:
         return torch.float16
