@@ -26,6 +26,7 @@
 #   SYSTEM=         chat: how to answer
 #   REFERENCE=1     chat, decoder, quality: torch on the dequantized weights, on the CPU
 #   TEXT= LLAMA_CPP=1    quality: another text; llama.cpp on the CPU too, where it is installed
+#   EXPERTS=1       decoder BENCH=1: with the shapes of a model with experts
 #   GPUS=2          chat, decoder: share the model among so many GPUs
 
 PYTHON ?= python3
@@ -141,8 +142,9 @@ quality: $(READY) ## perplexity and distance from float32 of GGUF=model.gguf [TE
 	@$(PY) -m steps quality $(MODEL) $(call options,TEXT:text OUT:json) \
 		$(call flags,REFERENCE:reference LLAMA_CPP:against-llama-cpp)
 
-decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
-	@$(PY) -m steps decoder $(MODEL) $(DRAWN) $(call options,IDS:ids OUT:json) $(if $(BENCH),--check --bench)
+decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 [EXPERTS=1] (needs torch)
+	@$(PY) -m steps decoder $(MODEL) $(DRAWN) $(call options,IDS:ids OUT:json) $(if $(BENCH),--check --bench) \
+		$(call flags,EXPERTS:experts)
 
 doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor

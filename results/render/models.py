@@ -1,7 +1,7 @@
 """Tables of whole models: one of transformers, the decoder's, how near a real one stays; of layers.
 
-Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
-same with `GPUS=2`), smollm2.json (`make quality`), gguf.json
+Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_experts.json
+(with EXPERTS=1), decoder_gpus.json (with GPUS=2), smollm2.json (`make quality`), gguf.json
 (`python -m results.measure.models.transformers_gguf`), and transformers.json, measured once by code
 that is in git history (commit a939d511: results/measure/transformers_llama.py). So do
 gradients.json and experts.json, of single layers (`results.measure.gradients` and `.experts`).
@@ -78,6 +78,12 @@ def of_gguf(path: Path) -> Table | None:
 def of_decoder(path: Path) -> Table | None:
     """Tokens a second of the decoder beside the same decoder on float16 products of torch."""
     bench, where = _read(path, "bench")
+    mixed = bench and any(one.startswith("experts") for one in bench["choices"])
+    differ = (
+        "kernels. Experts of the float16 side are torch's `_grouped_mm`."
+        if mixed
+        else "kernels, but at batch 1 norms and gates of the exact side are within its products."
+    )
     return bench and of_records(
         (
             _words("tokens/s", "case"),
@@ -89,8 +95,8 @@ def of_decoder(path: Path) -> Table | None:
         ),
         bench["rows"],
         f"Shapes of {bench['shapes']}, random weights in {bench['format'].upper()}, "
-        f"{bench['weights_gb']:.2f} GB, {where}. Between its products either side has the "
-        "same kernels, but at batch 1 norms and gates of the exact side are within its products.",
+        f"{bench['weights_gb']:.2f} GB, {where}. Between its products either side has the same "
+        + differ,
     )
 
 

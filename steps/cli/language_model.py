@@ -158,7 +158,8 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     elif args.bench:
         from results.measure.models import one_gpu
 
-        found["bench"] = one_gpu.measure(do, args.format, jobs=args.jobs)
+        config = one_gpu.QWEN3_30B_A3B if args.experts else one_gpu.LLAMA_3_8B
+        found["bench"] = one_gpu.measure(do, args.format, config, args.jobs)
     return found, int(not all(one["right"] for one in checked))
 
 
@@ -169,7 +170,8 @@ def _check(args: Namespace, do: Any, ranks: Any) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         tiny = Path(folder, f"tiny-{args.format}.gguf")
-        path = args.model or files.write_tiny(tiny, args.format)
+        kind = "qwen3moe" if args.experts else "llama"
+        path = args.model or files.write_tiny(tiny, args.format, architecture=kind)
         file = files.Model(path)
         ids = args.ids or checks.prompt(file.token_count)
         rest = {

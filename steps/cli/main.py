@@ -323,6 +323,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
               "random one"),
         _flag("--bench", "measure with the shapes of Llama 3 8B; with --gpus also those of 70B, "
               "one GPU and N in turn"),
+        _flag("--experts", "--check, --bench: of a model with experts, Qwen3 30B-A3B's shapes"),
         _option("--format", choices=FIVE, default="q4_0", help="of random weights"),
     )),
     "quality": (

@@ -97,7 +97,7 @@ def test_every_command_knows_what_it_is_given(echo: Path) -> None:
                 assert (args.command, others) == (command[2], [])
                 arrived |= {pair for pair in passed if f"--{pair[1]}" in command}
     assert arrived == passed
-    (command,) = runs(echo, "decoder", "GGUF=a.gguf", "BENCH=1", "TOKENS=8", "IDS=1,2")
+    (command,) = runs(echo, "decoder", "GGUF=a.gguf", "BENCH=1", "TOKENS=8", "IDS=1,2", "EXPERTS=1")
     assert command[2:] == [
         "decoder",
         "a.gguf",
@@ -107,6 +107,7 @@ def test_every_command_knows_what_it_is_given(echo: Path) -> None:
         "1,2",
         "--check",
         "--bench",
+        "--experts",
     ]
 
 

@@ -547,5 +547,9 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
     config = parts.Config(2, 256, 512, 8, 2, 32, 1000)
     found = bench.measure(operations.compiled(), config=config)
     assert len(found["rows"]) == 4
+    mixed = replace(config, hidden=128, experts=8, chosen=2)
+    of_experts = bench.measure(operations.compiled(), config=mixed)
+    assert len(of_experts["rows"]) == 4
+    assert sum(one.startswith("experts") for one in of_experts["choices"]) == 4 * 2
     for name, off in found["rms_difference_of_logits_from_fp16"].items():
         assert off < {"exact": 0.005, "fast": 0.1}[name.split()[-1]], name

@@ -11,16 +11,24 @@ import pytest
 import torch
 
 from qformats.gguf_file import GGUFError, metadata
+from results.measure.models import one_gpu as bench
 from steps.decoder import files, operations, parallel
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
+from steps.kernels.experts import few
 from steps.nn import experts
 from steps.product.experts import ExpertsChoice
 from tests.decoder.test_between import simulated
 from tests.decoder.test_decoder import SMALL, reference
 
 MIXED = SMALL | {"block_count": 1, "expert_feed_forward_length": 96}
+
+
+@pytest.fixture(autouse=True)
+def few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator takes as long as there are threads."""
+    monkeypatch.setattr(few, "H200_SHAPES", ((2, 2),))
 
 
 def tiny(tmp_path: Any, architecture: str = "qwen3moe", **changes: Any) -> Any:
@@ -168,3 +176,26 @@ def test_types_that_no_kernel_of_experts_takes(tmp_path: Any, kernels: Any) -> N
 def test_experts_are_not_shared_among_gpus() -> None:
     with pytest.raises(ValueError, match="128 experts a layer are not shared among GPUs: use one"):
         parallel.Share(parts.QWEN3_30B_A3B, 0, 2)
+
+
+# --- the bench ------------------------------------------------------------------------------------
+
+
+def test_experts_of_the_bench_are_the_same_on_either_side(kernels: Any, monkeypatch: Any) -> None:
+    """Ours are packed rows of all experts below each other, gates and ups in turn; torch's are
+    gates above ups."""
+    of = parts.Config(1, 128, 128, 4, 2, 32, 300, experts=8, chosen=2)
+    ours, theirs = bench.models(of, "q4_0", operations.PLAIN, torch.device("cpu"))
+    mine, grouped = (one.layers[0].mixture.experts for one in (ours, theirs))
+    monkeypatch.setattr(torch, "_grouped_mm", by_loop)
+    x = torch.randn((1, 128), generator=torch.Generator().manual_seed(0)).half()
+    ids, shares = torch.tensor([[7, 1]], dtype=torch.int32), torch.rand(1, 2)
+    found = (one(x, ids, shares).double().numpy() for one in (mine, grouped))
+    assert checks.relative(*found) < 3e-3
+    assert bench.bytes_of(mine) == 8 * 3 * 128 * 128 // 32 * 18 + 8 * 3 * 128 * 4
+
+
+def by_loop(x: Any, w: Any, *, offs: Any) -> Any:
+    """`torch._grouped_mm`, which some CPUs have not."""
+    rows = torch.tensor_split(x, offs[:-1].long().cpu())
+    return torch.cat([a @ b for a, b in zip(rows, w, strict=True)])

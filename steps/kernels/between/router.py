@@ -41,6 +41,7 @@ from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32,
+    load_u32x4,
     shfl_xor,
     store_f32,
     store_u32,
@@ -52,7 +53,11 @@ from steps.kernels.between.values import eight_of, put
 from steps.kernels.parts.split_k_reduction import count_block_arrival
 
 WARP: Final = 32
+FOUR: Final = 4
+LOWEST: Final = -(1 << 31)
 MOST_THREADS: Final = 512
+H200_EXPERTS: Final = (1,)
+"""Of a thread block: the first that divides them."""
 MOST_TOKENS: Final = 16
 """More read h and y so often that a product of their own is faster."""
 MOST_EXPERTS: Final = 1024
@@ -64,25 +69,42 @@ def supports(width: int, experts: int, chosen: int) -> bool:
     return width % EIGHT == 0 and 1 <= chosen <= min(experts, WARP) and experts <= MOST_EXPERTS
 
 
+def padded(experts: int) -> int:
+    """A multiple of four keys."""
+    return ceil_div(experts, FOUR) * FOUR
+
+
 @cache
 def choice(experts: int, chosen: int, threads: int, normed: bool) -> Any:
     """pick(logits, row, values, keys, best, ids, shares, m, t), for all threads of a block: the
-    choice of token m, of flat logits from `row` on. values: shared float32 [experts], keys: int32
-    likewise, best: float32 [chosen], all to work in. normed: whether shares add up to 1."""
+    choice of token m, of flat logits from `row` on. Shared memory to work in: values, float32
+    [experts]; keys, int32 [`padded` experts] at a multiple of 16 bytes; best, float32 [chosen].
+    normed: whether shares add up to 1."""
+
+    places = padded(experts)
+
+    @cuda.jit(device=True, forceinline=True)
+    def before(key, j, own, e):
+        """1 if expert j comes before e: of equal ones the first does."""
+        return int32(1 if int32(key) > own - (1 if j < e else 0) else 0)
 
     @cuda.jit(device=True, forceinline=True)
     def pick(logits, row, values, keys, best, ids, shares, m, t):
         e = t
-        while e < experts:
-            values[e] = load_f32(logits, row + e)
-            keys[e] = ordered(values[e])
+        while e < places:
+            keys[e] = LOWEST
+            if e < experts:
+                values[e] = load_f32(logits, row + e)
+                keys[e] = ordered(values[e])
             e = int32(e + threads)
         cuda.syncthreads()
         e = t
         while e < experts:
             own, rank = int32(keys[e]), int32(0)
-            for j in range(experts):  # of equal ones the first comes first
-                rank = int32(rank + (1 if keys[j] > own - (1 if j < e else 0) else 0))
+            for j in range(0, places, FOUR):
+                k0, k1, k2, k3 = load_u32x4(keys, j)
+                rank = int32(rank + before(k0, j, own, e) + before(k1, j + 1, own, e))
+                rank = int32(rank + before(k2, j + 2, own, e) + before(k3, j + 3, own, e))
             if rank < chosen:
                 best[rank] = values[e]
                 store_u32(ids, m * chosen + rank, uint32(e))
@@ -105,77 +127,90 @@ def choice(experts: int, chosen: int, threads: int, normed: bool) -> Any:
 @cache
 def kernel(
     threads: int, chunks: int, ragged: bool, of_y: str, of_x: str, experts: int, chosen: int,
-    normed: bool,
+    normed: bool, each: int,
 ) -> Any:  # fmt: skip
     """The kernel for rows of 8 * threads * chunks values, or, if ragged, of fewer; dtypes of y and
-    x; experts and how many of them a token has; whether their shares add up to 1."""
+    x; experts and how many of them a token has; whether their shares add up to 1; how many experts
+    a thread block has."""
     y_at, x_at, floats = OF_DTYPE[of_y], OF_DTYPE[of_x], OF_DTYPE["float32"]
     load, load_y, store, store_x = floats.load, y_at.load, floats.store, x_at.store
     warps, n_values = threads // WARP, EIGHT * chunks
-    pick = choice(experts, chosen, threads, normed)
+    pick, places = choice(experts, chosen, threads, normed), padded(experts)
+    blocks, n_products, n_weights = experts // each, each * warps, each * n_values
 
     @cuda.jit(launch_bounds=(threads, 1))
     def route(h, y, weight, mean_of, epsilon, router, residual, x, ids, shares, logits, arrived):
         """residual = h + y, x = its norm, ids and shares of its experts, of float32 h[M, width] and
         y[M, width], see `launch`. router: float32 [experts, width]. logits: float32 [M, experts],
-        to work in; arrived: int32 [M], zero before and after. Grid: (experts, M)."""
+        to work in; arrived: int32 [M], zero before and after. Grid: (experts / each, M)."""
         griddepcontrol_launch_dependents()
-        squares_of, products_of = (
-            cuda.shared.array(warps, float32),
-            cuda.shared.array(warps, float32),
-        )
-        values, keys = cuda.shared.array(experts, float32), cuda.shared.array(experts, int32)
-        best, before = cuda.shared.array(chosen, float32), cuda.shared.array(1, int32)
+        squares_of = cuda.shared.array(warps, float32)
+        products_of = cuda.shared.array(n_products, float32)
+        values, best = cuda.shared.array(experts, float32), cuda.shared.array(chosen, float32)
+        keys, before = cuda.shared.array(places, int32, alignment=16), cuda.shared.array(1, int32)
         v, w = cuda.local.array(n_values, float32), cuda.local.array(n_values, float32)
-        of_expert, added = cuda.local.array(n_values, float32), cuda.local.array(EIGHT, float32)
+        of_experts = cuda.local.array(n_weights, float32)
+        products, added = cuda.local.array(each, float32), cuda.local.array(EIGHT, float32)
         t, width = int32(cuda.threadIdx.x), int32(h.shape[1])
-        e, m = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        row, of_e, first = int64(m) * width, int64(e) * width, int32(EIGHT * t)
+        block, m = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        row, first = int64(m) * width, int32(EIGHT * t)
         i = int32(0)
         while i < chunks:
             k = int32(first + i * (EIGHT * threads))
             if not ragged or k < width:
                 put(w, EIGHT * i, load(weight, k))
-                put(of_expert, EIGHT * i, load(router, of_e + k))
+                o = int32(0)
+                while o < each:
+                    at = int64(block * each + o) * width + k
+                    put(of_experts, o * n_values + EIGHT * i, load(router, at))
+                    o = int32(o + 1)
             i = int32(i + 1)
         griddepcontrol_wait()
 
-        squares, product = float32(0), float32(0)
+        squares = float32(0)
+        for o in range(each):
+            products[o] = 0
         for i in range(chunks):
             k = int32(first + i * (EIGHT * threads))
             if not ragged or k < width:
                 put(v, EIGHT * i, load(h, row + k))
                 put(added, 0, load_y(y, row + k))
-                for j in range(EIGHT):
-                    v[EIGHT * i + j] += added[j]
-                    squares += v[EIGHT * i + j] * v[EIGHT * i + j]
-                    product += v[EIGHT * i + j] * w[EIGHT * i + j] * of_expert[EIGHT * i + j]
+                for j in range(EIGHT * i, EIGHT * (i + 1)):
+                    v[j] += added[j - EIGHT * i]
+                    squares += v[j] * v[j]
+                    for o in range(each):
+                        products[o] += v[j] * w[j] * of_experts[o * n_values + j]
         for r in range(5):
             squares += shfl_xor(squares, 1 << r)
-            product += shfl_xor(product, 1 << r)
+            for o in range(each):
+                products[o] += shfl_xor(products[o], 1 << r)
         if t & 31 == 0:
-            squares_of[t >> 5], products_of[t >> 5] = squares, product
+            squares_of[t >> 5] = squares
+            for o in range(each):
+                products_of[o * warps + (t >> 5)] = products[o]
         cuda.syncthreads()
-        total, whole = float32(0), float32(0)
+        total = float32(0)
         for warp in range(warps):
             total += squares_of[warp]
-            whole += products_of[warp]
         by = rsqrt(total * mean_of + epsilon)
-        if t == 0:
-            store_f32(logits, m * experts + e, whole * by)
+        if t < each:
+            logit = float32(0)
+            for warp in range(warps):
+                logit += products_of[t * warps + warp]
+            store_f32(logits, m * experts + block * each + t, logit * by)
 
         # --- some of the row: every so many-th chunk
         for i in range(chunks):
             k = int32(first + i * (EIGHT * threads))
-            own = uint32(t + i * threads) % uint32(experts) == uint32(e)
+            own = uint32(t + i * threads) % uint32(blocks) == uint32(block)
             if own and (not ragged or k < width):
                 store(residual, row + k, eight_of(v, EIGHT * i))
-                for j in range(EIGHT):
-                    v[EIGHT * i + j] = v[EIGHT * i + j] * by * w[EIGHT * i + j]
+                for j in range(EIGHT * i, EIGHT * (i + 1)):
+                    v[j] = v[j] * by * w[j]
                 store_x(x, row + k, eight_of(v, EIGHT * i))
 
         count_block_arrival(arrived, m, before, t)
-        if before[0] == experts - 1:
+        if before[0] == blocks - 1:
             fence()
             pick(logits, m * experts, values, keys, best, ids, shares, m, t)
             if t == 0:
@@ -200,14 +235,15 @@ def launch(
     chunks = ceil_div(width, threads * EIGHT)
     ragged = width < threads * chunks * EIGHT
     dtypes = dtype_name(y), dtype_name(x)
-    run = kernel(threads, chunks, ragged, *dtypes, experts, chosen, normed)
+    each = next(one for one in H200_EXPERTS if experts % one == 0)
+    run = kernel(threads, chunks, ragged, *dtypes, experts, chosen, normed, each)
     logits, arrived = (
         machine.empty((m, experts), np.float32),
         machine.array(np.zeros(m, np.int32)),
     )
     numbers = np.float32(1 / width), np.float32(epsilon)
     args = (h, y, weight, *numbers, router, residual, x, ids, shares, logits, arrived)
-    return Launch(run, (experts, m), (threads,), args, overlap=True)
+    return Launch(run, (experts // each, m), (threads,), args, overlap=True)
 
 
 CHOOSING_THREADS: Final = 128
@@ -217,13 +253,14 @@ CHOOSING_THREADS: Final = 128
 def choosing_kernel(experts: int, chosen: int, normed: bool) -> Any:
     """The kernel that chooses by logits, a thread block for a token."""
     pick = choice(experts, chosen, CHOOSING_THREADS, normed)
+    places = padded(experts)
 
     @cuda.jit(launch_bounds=(CHOOSING_THREADS, 1))
     def choose_experts(logits, ids, shares):
         """ids and shares, [M, k], of float32 logits[M, E]."""
         griddepcontrol_launch_dependents()
-        values, keys = cuda.shared.array(experts, float32), cuda.shared.array(experts, int32)
-        best, m = cuda.shared.array(chosen, float32), int32(cuda.blockIdx.x)
+        values, best = cuda.shared.array(experts, float32), cuda.shared.array(chosen, float32)
+        keys, m = cuda.shared.array(places, int32, alignment=16), int32(cuda.blockIdx.x)
         griddepcontrol_wait()
         pick(logits, m * experts, values, keys, best, ids, shares, m, int32(cuda.threadIdx.x))
 
