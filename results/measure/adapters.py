@@ -117,7 +117,8 @@ def measure(
 
     torch = layers.torch
     captures = TorchCaptures(stopwatch)
-    x = torch.randn(m, layers.k, device="cuda", generator=_seeded(torch)).half()
+    seeded = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(m, layers.k, device="cuda", generator=seeded).half()
     reserve_words(x)  # of the captures: one that finds none would hold a memset
     calls = {("layer", 0): layers.calls(layers.plain, x)}
     for rank, adapted in layers.adapted.items():
@@ -150,10 +151,6 @@ def measure(
             )
         )
     return rows
-
-
-def _seeded(torch: Any) -> Any:
-    return torch.Generator("cuda").manual_seed(1)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -376,8 +376,20 @@ def _loop(
         round_robin(calls.stopwatch, [*dict.fromkeys(every), *beside.values()], budget)
         eager = {} if swept else dict.fromkeys(call for one in entered for call in one.eager)
         host = {call: host_us(call, calls.torch.cuda.synchronize) for call in eager}
-        rows = [_row(one, host) for one in entered]
-    rows = [replace(row, source_hash=now(row.api, row.step)) for row in rows]
+        rows = [
+            AsCalled(
+                **asdict(one.way),
+                **mnk(one.size),
+                **asdict(one.ours.timing),
+                step=one.step,
+                cublas_us=one.theirs.timing.us,
+                x_cublas=ratio(one.theirs.times, one.ours.times),
+                host_us=host.get(one.eager[0]),
+                torch_host_us=host.get(one.eager[1]),
+                source_hash=now(one.way.api, one.step),
+            )
+            for one in entered
+        ]
     return rows, [humming.peer(name, size, one.timing.us) for name, one in beside.items()]
 
 
@@ -399,19 +411,6 @@ def _contestant(
     if not torch.isfinite(result).all() or not error <= limit:
         raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {limit:.0e}")
     return Contestant(calls.captures, lambda slot: (own[slot],), len(own), budget)
-
-
-def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
-    return AsCalled(
-        **asdict(one.way),
-        **mnk(one.size),
-        **asdict(one.ours.timing),
-        step=one.step,
-        cublas_us=one.theirs.timing.us,
-        x_cublas=ratio(one.theirs.times, one.ours.times),
-        host_us=host.get(one.eager[0]),
-        torch_host_us=host.get(one.eager[1]),
-    )
 
 
 def host_us(call: Callable[[], Any], drain: Callable[[], None]) -> float:

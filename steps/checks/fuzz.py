@@ -178,11 +178,6 @@ def _refusals(
 # --- the rows of C --------------------------------------------------------------------------------
 
 
-def _kinds(case: FuzzCase) -> np.ndarray:
-    """The kind of each row."""
-    return np.resize(case.kinds, case.m)
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The product of a case: its problem, C, the activations that the kernel multiplied, None where
@@ -197,7 +192,7 @@ class Judged:
     def wrong_rows(self) -> list[str]:
         """What is wrong with rows of each kind."""
         found: list[str] = []
-        kinds, used, answers = _kinds(self.case), self.used, None
+        kinds, used, answers = np.resize(self.case.kinds, self.case.m), self.used, None
         finite = np.flatnonzero(~np.isin(kinds, SPOILED))
         if finite.size:
             rows_used = None if used is None else used.rows(finite)

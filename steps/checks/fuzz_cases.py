@@ -202,31 +202,20 @@ def works(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> list[FuzzCase]
     dtypes, as a case without a shape. A lesson on experts, which `gemm` does not call, multiplies
     one. UsageError where there is nothing."""
     select(steps, ALL_FORMATS, None, cc)
+    both = [(step, lesson) for step in steps if (lesson := find(step.number))]
     return [
         FuzzCase(
-            one.number,
-            family,
-            name,
-            1,
-            1,
-            1,
-            a,
-            c,
-            lesson=lesson or int(routing(one, (1, 1, 32)) is not None),
+            *(one.number, family, name, 1, 1, 1, a, c),
+            lesson=which or int(routing(one, (1, 1, 32)) is not None),
         )
-        for step in steps
-        for lesson, one in enumerate([step] if find(step.number) is step else _both(step))
+        for step, lesson in both
+        for which, one in enumerate([step] if lesson is step else [step, lesson])
         for family in one.families
         for name in one.formats
         for c in one.outputs
         if one.supports(name, family, cc, c) is None
         for a in inputs(one, family)
     ]
-
-
-def _both(step: Kernel) -> list[Kernel]:
-    """An engineered kernel and its lesson."""
-    return [step, find(step.number)]
 
 
 def dealt(works: Sequence[FuzzCase], index: int, hands: int, seed: int) -> list[FuzzCase]:

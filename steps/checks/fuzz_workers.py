@@ -1,9 +1,9 @@
 """Fuzzing on a GPU by several processes: hundreds of products for each kernel that is compiled.
 
 A kernel takes seconds to compile and a product milliseconds. So each process has works of its own,
-whose kernels no other compiles, and no more of them than it can compile in about half of its time;
-it draws cases of these again and again. Weights are shared by `SHARED` cases, and float64 products
-are the GPU's. A case that is wrong so is judged again by itself, by NumPy.
+whose kernels no other compiles. It compiles for at most half of its time, and meanwhile draws cases
+of the works that it has kernels for. Weights are shared by `SHARED` cases, and float64 products are
+the GPU's. A case that is wrong so is judged again by itself, by NumPy.
 
 Processes take GPUs in turns. What one has there at a time is bounded by what cases may be
 (`fuzz_cases.GPU_WEIGHTS` and others), less than 1 GB beside CUDA's own.
@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import connection, get_context
 from time import monotonic
 from typing import Any, Final
@@ -35,14 +36,14 @@ from steps.checks.fuzz_cases import FuzzCase, dealt, sharing, works
 from steps.checks.fuzz_experts import ExpertsCase, ExpertsWeights
 from steps.checks.fuzz_experts import sharing as sharing_experts
 from steps.compile.compiler import architecture, compiled, signature_of
+from steps.product.choice import Choice, Request
 from steps.registry import kernel_of, ladder
 
-SHARED: Final = 32  # cases with the same weights
-COMPILING: Final = 20
-"""Seconds in which a process compiles the kernels of one work, so often as their shapes ask for
-another tile; it has a work for twice as many."""
-
+SHARED: Final = 32  # cases with the same weights, at most
+DRAWN: Final = 96  # of so many: for some there may be no kernel, and no time to compile it
+LAST: Final = 15.0  # seconds before the end, from when on nothing is compiled
 EXPERTS: Final = 4  # see the module; with fewer processes there are no experts
+REQUEST: Final = 40  # seconds that a process has for a request of experts, half of them to compile
 HEARD: Final = 0.5  # seconds after which there is a report, whatever came
 LATE: Final = 60.0  # seconds after the end, after which a process that still runs is stopped
 LONGEST: Final = 1000  # bytes of the line of a case
@@ -84,7 +85,7 @@ def fuzz_on_gpus(
     launch = products_launch(some[0], some, some)
     compiled(launch.kernel, signature_of(launch.args), architecture(cc))
     until = monotonic() + seconds
-    arguments = (tuple(numbers), seed, processes, tuple(gpus), seconds, until, count)
+    arguments = (tuple(numbers), seed, processes, tuple(gpus), until, count)
     return supervised(_work, arguments, processes, until + LATE, tell, report)
 
 
@@ -180,7 +181,6 @@ def _work(
     seed: int,
     processes: int,
     gpus: tuple[int, ...],
-    seconds: float,
     until: float,
     count: int | None,
 ) -> None:
@@ -192,14 +192,14 @@ def _work(
     try:
         cuda.select_device(gpus[index % len(gpus)])
         machine = Gpu()
-        most_works = 1 + round(seconds / 2 / COMPILING)
         own: Sequence[FuzzCase | ExpertsCase]
         if index % EXPERTS == EXPERTS - 1 and len(numbers) == len(ladder()):
             rng = np.random.default_rng([seed, index])
-            own = [one for _ in range(most_works) for one in sharing_experts(rng, False, 1)]
+            count_of_works = 1 + round((until - monotonic()) / REQUEST)
+            own = [one for _ in range(count_of_works) for one in sharing_experts(rng, False, 1)]
         else:
             some = works([kernel_of(number) for number in numbers], machine.cc)
-            own = dealt(some, index, processes, seed)[:most_works]
+            own = dealt(some, index, processes, seed)
         most = None if count is None else count // processes + (index < count % processes)
         multiply(machine, own, [seed, index], until, most, line, pipe.send)
     except BaseException as error:
@@ -207,6 +207,37 @@ def _work(
         where = traceback.extract_tb(error.__traceback__)[-1]
         pipe.send(("wrong", line.value.decode(), [f"{said} ({where.filename}:{where.lineno})"]))
     os._exit(0)  # a context that is lost may not survive an orderly end
+
+
+class Kernels:
+    """Those that a process has, on a GPU of a compute capability; None: in the simulator."""
+
+    def __init__(self, cc: tuple[int, int] | None, until: float) -> None:
+        self._cc, self._until, self._begin = cc, until, monotonic()
+        self._known: set[Any] = set()
+        self._compiling = 0.0
+
+    def may_compile(self) -> bool:
+        now = monotonic()
+        return now < self._until - LAST and self._compiling <= (now - self._begin) / 2
+
+    def has(self, case: FuzzCase | ExpertsCase) -> bool:
+        """Whether a case can run: its kernels are known, or there is time to compile them. Those
+        that are kept on disk take next to none."""
+        if self._cc is None or isinstance(case, ExpertsCase):
+            return True
+        request = Request(case.format, case.m, case.n, case.k, case.a, case.c, step=case.step)
+        launches = Choice.of(case.kernel, case.family, request).launches()
+        keys = {(one.kernel, signature_of(one.args)) for one in launches}
+        missing = keys - self._known
+        if missing and self._known and not self.may_compile():
+            return False
+        start = monotonic()
+        for key in missing:
+            compiled(*key, architecture(self._cc))
+        self._known |= keys
+        self._compiling += monotonic() - start
+        return True
 
 
 def multiply(
@@ -221,15 +252,22 @@ def multiply(
     """Draws cases of some works and multiplies them, until a time of `monotonic`, up to `most`
     products, or until the GPU's context is lost."""
     rng, made, lost = np.random.default_rng(list(seed)), 0, False
+    kernels, ready = (
+        Kernels(machine.cc, until),
+        dict[FuzzCase | ExpertsCase, None](),
+    )  # works that have some
 
     def is_over() -> bool:
         return lost or made == most or monotonic() >= until
 
     while not is_over():
-        work, weights = some[int(rng.integers(len(some)))], None
-        for case in _sharing(rng, work, machine.cc is None):
+        open_works = list(ready) if ready and not kernels.may_compile() else some
+        work, weights = open_works[int(rng.integers(len(open_works)))], None
+        cases = _sharing(rng, work, machine.cc is None)
+        for case in islice(filter(kernels.has, cases), SHARED):
             if is_over():
                 break
+            ready[work] = None
             line.value = str(case).encode()[: LONGEST - 1]
             weights = weights or _weights(case, machine)
             found, lost = fuzz.judged(case, machine, weights)
@@ -246,7 +284,7 @@ def multiply(
 def _sharing(rng: np.random.Generator, work: Any, simulated: bool) -> Sequence[Any]:
     if isinstance(work, ExpertsCase):
         return work.others(rng, simulated, SHARED)
-    return sharing(rng, work, simulated, SHARED)
+    return sharing(rng, work, simulated, DRAWN)
 
 
 def _weights(case: Any, machine: Any) -> Any:

@@ -201,7 +201,8 @@ def figures(printed: str, wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
         }
         for name, (metric, factor) in METRICS.items():
             if (value := _number(row.get(metric))) is not None:
-                facts[name] = _short(value * factor)
+                value *= factor
+                facts[name] = int(value) if value == int(value) else round(value, 2)
         active, elapsed = _number(row.get(ACTIVE)), _number(row.get(ELAPSED))
         if active is not None and elapsed:
             facts["sm_cycles_active_of_elapsed"] = round(active / elapsed, 3)
@@ -234,7 +235,3 @@ def _number(text: str | None) -> float | None:
         return float((text or "").replace(",", ""))
     except ValueError:
         return None
-
-
-def _short(value: float) -> float | int:
-    return int(value) if value == int(value) else round(value, 2)

@@ -65,12 +65,14 @@ def exercises(args: Namespace) -> int:
     every = tuple(progress.progress())
     right = sum(one.right for one in every)
     note = f"{right} of {len(every)} right. make exercise STEP=1 begins one."
-    table.show(table.of_records(COLUMNS, every, notes=(note,), tone=_tone))
+    told = table.of_records(
+        COLUMNS,
+        every,
+        notes=(note,),
+        tone=lambda one: "good" if one.right else "bad" if "wrong" in one.state else "",
+    )
+    table.show(told)
     return 0
-
-
-def _tone(one: progress.Progress) -> table.Tone:
-    return "good" if one.right else "bad" if one.state.startswith("wrong") else ""
 
 
 COLUMNS: Final = (

@@ -20,23 +20,23 @@ COLUMNS: Final = (
     Column("right", lambda pair: f"{pair[1].expected:g}"),
     Column("wrong", lambda pair: value_of(pair[1])),
     Column("NMSE", lambda pair: error_of(pair[1].nmse)),
-    Column("caught by", lambda pair: _caught_by(pair[1]), words=True),
+    Column(
+        "caught by",
+        lambda pair: ", ".join(pair[1].layers) if pair[1].caught else "NOT CAUGHT",
+        words=True,
+    ),
 )
-
-
-def _caught_by(finding: Finding) -> str:
-    return ", ".join(finding.layers) if finding.caught else "NOT CAUGHT"
-
-
-def _tone(pair: tuple[Pitfall, Finding]) -> table.Tone:
-    return "" if pair[1].caught else "bad"
 
 
 def show(_: Namespace) -> int:
     """A table and the stories; 1 if the checks miss a bug."""
     museum = [(pitfall, examine(pitfall)) for pitfall in pitfalls()]
     note = "right, wrong: the golden block. NMSE: a small random problem."
-    table.show(table.of_records(COLUMNS, museum, notes=(note,), tone=_tone))
+    table.show(
+        table.of_records(
+            COLUMNS, museum, notes=(note,), tone=lambda pair: "" if pair[1].caught else "bad"
+        )
+    )
     for pair in museum:
         _tell(*pair)
     escaped = [str(pitfall.number) for pitfall, finding in museum if not finding.caught]

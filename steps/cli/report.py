@@ -51,12 +51,16 @@ class _Rung:
         return statistics.median(known) if known else None
 
     @property
+    def wrong(self) -> list[str]:
+        """The formats that failed."""
+        wrong = [name for name, outcome in self.outcomes.items() if not outcome.ok]
+        return wrong + [name for name, row in self.rows.items() if row.status == "failed"]
+
+    @property
     def verdict(self) -> str:
         """ "ok, 14 cases", or the formats that failed."""
-        wrong = [name for name, outcome in self.outcomes.items() if not outcome.ok]
-        wrong += [name for name, row in self.rows.items() if row.status == "failed"]
-        if wrong:
-            return f"FAILED {', '.join(dict.fromkeys(wrong))}"
+        if self.wrong:
+            return f"FAILED {', '.join(dict.fromkeys(self.wrong))}"
         return f"ok, {_cases(sum(outcome.cases for outcome in self.outcomes.values()))}"
 
 
@@ -83,11 +87,9 @@ def folded(
         columns += [Column(name, _error_in(name)) for name in names]
     columns.append(Column("verdict", lambda rung: rung.verdict, words=True))
     notes = (FAMILIES, *(OF_TIMES if rows else OF_CHECKS), *notes)
-    return table.of_records(columns, _rungs(outcomes, rows), title, notes, _tone)
-
-
-def _tone(rung: _Rung) -> Tone:
-    return "" if rung.verdict.startswith("ok") else "bad"
+    return table.of_records(
+        columns, _rungs(outcomes, rows), title, notes, lambda one: "bad" if one.wrong else ""
+    )
 
 
 def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:

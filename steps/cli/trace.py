@@ -36,33 +36,24 @@ def trace(args: Namespace) -> int:
     own = args.file or path_of(work.step)
     shown = _at(args.line, own.name, first_warps(found.instructions))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(_page(found, shown), encoding="utf-8")
+    what = (
+        f"{found.kernel} ({work.scheme}) at {dims(found.size)}: a grid of {dims(found.grid)} "
+        f"blocks of {dims(found.block)} threads, of which the simulator ran one block."
+    )
+    page = templates().get_template("trace.html.jinja")
+    title = f"Memory accesses of step {work.step.number}, {work.format.upper()}"
+    pictures = [picture(each, f"request-{i}") for i, each in enumerate(shown)]
+    html = page.render(title=title, what=what, legend=LEGEND, pictures=pictures)
+    args.out.write_text(html, encoding="utf-8")
     notes = (
         "Counts of one warp and as the source has them; sect/req: sectors of 32 bytes per request.",
         f"wrote {args.out}, with a picture of each",
     )
     title = f"{found.kernel} ({work}) at {shape_text(size)}, one block of {dims(found.grid)}"
-    table.show(table.of_records(COLUMNS, shown, title, notes, _tone))
+    table.show(
+        table.of_records(COLUMNS, shown, title, notes, lambda one: "bad" if one.conflicts else "")
+    )
     return 0
-
-
-def _page(trace: traced.Trace, instructions: Sequence[Instruction]) -> str:
-    """A document with the picture of each of these instructions."""
-    what = (
-        f"{trace.kernel} ({trace.work.scheme}) at {dims(trace.size)}: a grid of "
-        f"{dims(trace.grid)} blocks of {dims(trace.block)} threads, of which the simulator "
-        "ran one block."
-    )
-    return (
-        templates()
-        .get_template("trace.html.jinja")
-        .render(
-            title=f"Memory accesses of step {trace.work.step.number}, {trace.work.format.upper()}",
-            what=what,
-            legend=LEGEND,
-            pictures=[picture(each, f"request-{i}") for i, each in enumerate(instructions)],
-        )
-    )
 
 
 def _at(line: int | None, name: str, found: Sequence[Instruction]) -> list[Instruction]:
@@ -78,10 +69,6 @@ def _at(line: int | None, name: str, found: Sequence[Instruction]) -> list[Instr
         there = ", ".join(map(str, sorted(set().union(*lines))))
         raise UsageError(f"line {line} of {name} loads and stores nothing here; these do: {there}")
     return chosen
-
-
-def _tone(each: Instruction) -> table.Tone:
-    return "bad" if each.conflicts else ""
 
 
 def _source(each: Instruction) -> str:

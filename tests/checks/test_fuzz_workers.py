@@ -61,9 +61,7 @@ def test_an_error_of_a_process_is_told_where_it_was(monkeypatch: Any) -> None:
     sent: list[tuple[Any, ...]] = []
     line, pipe = SimpleNamespace(value=b"case 7"), SimpleNamespace(send=sent.append)
     with pytest.raises(Exited):
-        fuzz_workers._work(
-            *(8, line, pipe, (1,), 0, 12, (4, 5, 7), 60, time.monotonic() + 60, None)
-        )
+        fuzz_workers._work(*(8, line, pipe, (1,), 0, 12, (4, 5, 7), time.monotonic() + 60, None))
     assert chosen == [7]
     ((kind, at, (sentence,)),) = sent
     assert (kind, at) == ("wrong", "case 7")
@@ -114,15 +112,41 @@ def test_a_worker_ends_when_its_time_is_up(monkeypatch: Any) -> None:
     assert sent
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(60, 100), (568, None)])
-def test_a_process_has_works_for_its_time_and_its_share(
-    seconds: int, count: int | None, monkeypatch: Any
-) -> None:
-    """It may compile for half of its time."""
-    asked: list[tuple[int, int | None]] = []
+class Pretended(Simulator):
+    """A GPU of compute capability 9.0, as far as a worker looks before it multiplies."""
 
-    def record(machine: Any, some: Any, seed: Any, until: float, most: int | None, *_: Any) -> None:
-        asked.append((len(some), most))
+    cc = (9, 0)
+
+
+def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
+    """Meanwhile it multiplies what it has kernels for; each is compiled once."""
+    clock, compilations, judged = [0.0], [], []
+
+    def compiled(*key: Any) -> None:
+        clock[0] += 8
+        compilations.append(key)
+
+    def is_right(case: FuzzCase, *_: Any) -> tuple[list[str], bool]:
+        clock[0] += 0.2
+        judged.append(case)
+        return [], False
+
+    monkeypatch.setattr(fuzz_workers, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(fuzz_workers, "compiled", compiled)
+    monkeypatch.setattr(fuzz_workers, "Weights", lambda *_, **__: object())
+    monkeypatch.setattr(fuzz, "judged", is_right)
+    some = works([kernel_of(step.number) for step in ladder()], (9, 0))
+    line, sent = SimpleNamespace(value=b""), []
+    multiply(Pretended(), some, [0, 1], 200.0, None, line, sent.append)
+    assert 9 <= len(compilations) <= 14, "a product of some kernels needs two"
+    assert len(compilations) == len(set(compilations))
+    assert len(judged) == len(sent) > 30 * len(compilations)
+    assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) > 5
+    assert {c.k for c in judged} != {judged[0].k}
+
+
+def test_processes_share_a_count(monkeypatch: Any) -> None:
+    shares: list[int] = []
 
     class Exited(BaseException):
         pass
@@ -133,16 +157,14 @@ def test_a_process_has_works_for_its_time_and_its_share(
 
     monkeypatch.setattr(machines, "Gpu", lambda: SimpleNamespace(cc=(9, 0)))
     monkeypatch.setattr(cuda, "select_device", lambda _: None)
-    monkeypatch.setattr(fuzz_workers, "multiply", record)
+    monkeypatch.setattr(fuzz_workers, "multiply", lambda *given: shares.append(given[4]))
     monkeypatch.setattr(fuzz_workers.os, "_exit", ended)
     monkeypatch.setattr(fuzz_workers.signal, "signal", lambda *_: None)
-    numbers = tuple(step.number for step in ladder())
     for index in range(3):
         line, pipe = SimpleNamespace(value=b""), SimpleNamespace(send=print)
         with pytest.raises(Exited):
-            fuzz_workers._work(index, line, pipe, numbers, 0, 3, (0,), seconds, 9.0, count)
-    assert [most for _, most in asked] == ([34, 33, 33] if count else [None] * 3)
-    assert {some for some, _ in asked} == {1 + round(seconds / 40)}
+            fuzz_workers._work(index, line, pipe, (1,), 0, 3, (0,), 9.0, 100)
+    assert shares == [34, 33, 33]
 
 
 def test_all_works_are_dealt_and_no_kernel_twice() -> None:

@@ -171,25 +171,18 @@ def _checked(exercise: Exercise, report: Callable[[str], None], asked: Asked) ->
     if unfilled:
         return Report(exercise, cases, seconds, hole=unfilled[0])
     if no := refused(step, exercise.path):
-        hole = exercise.hole_at(no.line) or next(
-            filter(_is_refused(exercise), exercise.holes), None
-        )
+        hole = exercise.hole_at(no.line)
+        for number in () if hole else exercise.holes:  # which one it refuses by itself
+            others = [other for other in exercise.holes if other != number]
+            if refused(loaded(exercise, others), exercise.path):
+                hole = number
+                break
         return Report(exercise, cases, seconds, no, hole)
     advice = list(machine_code_advice(step, exercise))
     if exercise.reference is not None:
         advice += idle_blocks(step, exercise.reference)
         advice += memory_traffic(step, exercise.reference)
     return Report(exercise, cases, seconds, advice=tuple(advice))
-
-
-def _is_refused(exercise: Exercise) -> Callable[[int], bool]:
-    """Of a hole: whether the compiler refuses the step with this one filled as it is."""
-
-    def is_refused(hole: int) -> bool:
-        others = [number for number in exercise.holes if number != hole]
-        return refused(loaded(exercise, others), exercise.path) is not None
-
-    return is_refused
 
 
 def loaded(exercise: Exercise, solved: Sequence[int] = ()) -> Step:

@@ -299,7 +299,11 @@ class Exercise:
     @cached_property
     def unfilled(self) -> tuple[int, ...]:
         """Holes that hold what stood in them at the beginning, or nothing."""
-        return tuple(n for n, hole in self.holes.items() if {*_code(hole.body)} <= {INSTEAD})
+        return tuple(
+            n
+            for n, hole in self.holes.items()
+            if {text for _, text in _code_lines(hole.body)} <= {INSTEAD}
+        )
 
     @property
     def filled(self) -> tuple[int, ...]:
@@ -339,10 +343,6 @@ def _code_lines(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
     for i, line in enumerate(lines, start=1):
         if line.strip() and not _is_comment(line):
             yield i, line.strip()
-
-
-def _code(lines: Sequence[str]) -> list[str]:
-    return [text for _, text in _code_lines(lines)]
 
 
 def _is_comment(line: str) -> bool:
