@@ -28,11 +28,8 @@ from steps.checks.cases import Routing, routing
 from steps.contract import Activations, Launch, Shape, Work, plain_rows
 from steps.kernels.parts.activations.layouts import decode
 
-DRAWN: Final = 8
-"""Matrices, where experts are a multiple of it."""
-
-REPETITIONS: Final = 24
-"""With ids of their own."""
+DRAWN: Final = 8  # matrices, where experts are a multiple of it
+REPETITIONS: Final = 24  # with ids of their own
 
 
 class RepeatedExperts(ExpertsProblem):

@@ -220,10 +220,7 @@ def of_experts(path: Path) -> Table | None:
         for name, one in layers.items()
     )
     return of_records(
-        (
-            Column("tokens", tokens),
-            *(Column(name, told(name)) for name in layers),
-        ),
+        (Column("tokens", tokens), *(Column(name, told(name)) for name in layers)),
         list(counts.values()),
         f"Both products of a layer of experts, {next(iter(layers.values()))['dtype']} in and out, "
         "in us and beside `torch._grouped_mm` of bfloat16 on rows that are sorted already, "

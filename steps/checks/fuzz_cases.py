@@ -191,10 +191,10 @@ def cases(
     numbers = sorted({work.step for work in some})
     rng = np.random.default_rng(seed)
     while True:
-        number, lesson = _one(rng, numbers), int(rng.random() < LESSONS)
+        number, lesson = one_of(rng, numbers), int(rng.random() < LESSONS)
         own = [work for work in some if work.step == number]
         own = [work for work in own if work.lesson == lesson] or own
-        yield from sharing(rng, _one(rng, own), cc is None, count)
+        yield from sharing(rng, one_of(rng, own), cc is None, count)
 
 
 def works(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> list[FuzzCase]:
@@ -237,14 +237,14 @@ def sharing(
     """So many cases of a work that have the same weights."""
     size = FORMATS[work.format].elements
     if simulated:
-        n, k = _log(rng, 1, 140), size * _log(rng, 1, max(1, 288 // size))
+        n, k = log_between(rng, 1, 140), size * log_between(rng, 1, max(1, 288 // size))
         n = min(n, SIMULATED_LIMIT // k)
     else:
-        n = _log(rng, 1, 5000)
-        k = size * _log(rng, 1, max(1, min(16384, GPU_WEIGHTS // n) // size))
+        n = log_between(rng, 1, 5000)
+        k = size * log_between(rng, 1, max(1, min(16384, GPU_WEIGHTS // n) // size))
     if rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy != "exact"):
         n, k = min(n, 8), DEEP
-    data, weights = _one(rng, DATA), "drawn"
+    data, weights = one_of(rng, DATA), "drawn"
     if data != "integer" and work.format in WEIGHT_FORMATS and rng.random() < 0.1:
         weights = "most"
     shared = replace(work, n=n, k=k, data=data, weights=weights, w=int(rng.integers(10**6)))
@@ -254,14 +254,14 @@ def sharing(
 def _product(rng: np.random.Generator, shared: FuzzCase, simulated: bool) -> FuzzCase:
     n, k = shared.n, shared.k
     if k == DEEP:
-        m = _log(rng, 1, 4)
+        m = log_between(rng, 1, 4)
     elif simulated:
-        m = _log(rng, 1, min(40, max(1, SIMULATED_LIMIT // (n * k))))
+        m = log_between(rng, 1, min(40, max(1, SIMULATED_LIMIT // (n * k))))
     else:
-        m = _log(rng, 1, max(1, min(600, GPU_VALUES // k, GPU_OUTPUTS // n)))
+        m = log_between(rng, 1, max(1, min(600, GPU_VALUES // k, GPU_OUTPUTS // n)))
     plain = rng.random() < 0.4 or shared.data == "integer"
     some = rng.choice(ROWS, size=rng.integers(1, 5))
-    via = _one(rng, VIA[:3] if simulated else VIA)
+    via = one_of(rng, VIA[:3] if simulated else VIA)
     alone = shared.lesson or rng.random() < 0.5
     return replace(
         shared,
@@ -283,10 +283,11 @@ GPU_VALUES: Final = 2**19  # the most values of A: the host draws them and quant
 GPU_OUTPUTS: Final = 2**19  # the most values of C, each of which is judged by the host
 
 
-def _log(rng: np.random.Generator, low: int, high: int) -> int:
+def log_between(rng: np.random.Generator, low: int, high: int) -> int:
     """From low to high, small ones as likely as large ones."""
     return int(np.exp(rng.uniform(np.log(low), np.log(high + 0.999))))
 
 
-def _one(rng: np.random.Generator, some: Sequence[Any]) -> Any:
+def one_of(rng: np.random.Generator, some: Sequence[Any]) -> Any:
+    """Each as likely."""
     return some[int(rng.integers(len(some)))]

@@ -11,7 +11,6 @@ product again has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -24,7 +23,7 @@ from reference import Bfloats, Halves, Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound
 from reference.product import same_operands
-from steps.checks.fuzz_cases import named_in
+from steps.checks.fuzz_cases import log_between, named_in, one_of
 from steps.checks.select import UsageError
 from steps.contract import FLOATS, array_dtype
 from steps.kernels.experts.contract import GATES, IDS, ExpertsRequest
@@ -51,26 +50,15 @@ SANITIZED: Final = (
 )
 """Cases for the sanitizer: of each kernel, of few tokens and of many."""
 
-SIMULATED: Final = 2**13
-"""Slots times N times K of a case in the simulator, at most: a few seconds."""
-
-GUARD: Final = 128
-"""Values on each side of C that are watched."""
-
+SIMULATED: Final = 2**13  # slots times N times K of a case in the simulator, at most: a few seconds
+GUARD: Final = 128  # values on each side of C that are watched
 OPERANDS: Final = {"float32": "f16_weights", "float16": "f16_weights", "bfloat16": "bf16_weights"}
 """How weights may be rounded, by the dtype of A (`reference.limits.bound`)."""
 
-ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Unit roundoff of C."""
-
-WEIGHTS: Final = 2**21
-"""And on a GPU so many weights, which the host packs;"""
-
-TERMS: Final = 2**26
-"""slots times N times K, which it multiplies in float64;"""
-
-OUTPUTS: Final = 2**18
-"""and values of C, which it judges."""
+ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoff of C
+WEIGHTS: Final = 2**21  # on a GPU, at most: the host packs them,
+TERMS: Final = 2**26  # slots times N times K, which it multiplies in float64,
+OUTPUTS: Final = 2**18  # and values of C, which it judges
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +118,10 @@ class ExpertsCase:
 
     def others(self, rng: np.random.Generator, simulated: bool, count: int) -> list[ExpertsCase]:
         """So many cases of the same request that share other weights."""
-        shared = replace(self, data=_one(rng, (*DATA, DATA[0])), w=int(rng.integers(10**6)))
+        shared = replace(self, data=one_of(rng, (*DATA, DATA[0])), w=int(rng.integers(10**6)))
         return [
             replace(
-                shared, routing=_one(rng, (ROUTING[0], *ROUTING)), nan=int(rng.random() < 0.2),
+                shared, routing=one_of(rng, (ROUTING[0], *ROUTING)), nan=int(rng.random() < 0.2),
                 order=int(rng.integers(-1, 3)) if simulated else 0, seed=int(rng.integers(10**6)),
             )
             for _ in range(count)
@@ -310,33 +298,27 @@ def _floats(x: np.ndarray) -> np.ndarray:
 
 def sharing(rng: np.random.Generator, simulated: bool, count: int) -> list[ExpertsCase]:
     """So many cases of one request, with the same weights."""
-    name = _one(rng, KERNEL.formats)
+    name = one_of(rng, KERNEL.formats)
     size = FORMATS[name].elements
     gate, router, per_slot = "", "", int(rng.random() < 0.5)
     if rng.random() < 0.5:
-        gate = _one(rng, ("", *GATES))
+        gate = one_of(rng, ("", *GATES))
     elif rng.random() < 0.7:
-        router = _one(rng, FLOATS)
+        router = one_of(rng, FLOATS)
     most = 4 if simulated else 200
-    e = _log(rng, 1, 5 if simulated else 300)
-    t, s = _log(rng, 1, 6 if simulated else most), _log(rng, 1, 4 if simulated else 10)
+    e = log_between(rng, 1, 5 if simulated else 300)
+    t, s = (
+        log_between(rng, 1, 6 if simulated else most),
+        log_between(rng, 1, 4 if simulated else 10),
+    )
     terms, weights = (SIMULATED, SIMULATED) if simulated else (TERMS, WEIGHTS)
     room = max(size, min(weights // e, terms // (t * s)))
-    k = size * _log(rng, 1, max(1, min(16384, room) // size))
-    n = _log(rng, 1, max(1, min(4096, room // k, OUTPUTS // (t * s))))
+    k = size * log_between(rng, 1, max(1, min(16384, room) // size))
+    n = log_between(rng, 1, max(1, min(4096, room // k, OUTPUTS // (t * s))))
     if gate:
         n = 2 * TILE_ROWS * max(1, n // (2 * TILE_ROWS))
     drawn = ExpertsCase(
-        e, name, t, s, n, k, _one(rng, FLOATS), _one(rng, FLOATS), _one(rng, IDS), per_slot,
-        _one(rng, ("", "", *FLOATS)), gate, router,
+        e, name, t, s, n, k, one_of(rng, FLOATS), one_of(rng, FLOATS), one_of(rng, IDS), per_slot,
+        one_of(rng, ("", "", *FLOATS)), gate, router,
     )  # fmt: skip
     return drawn.others(rng, simulated, count)
-
-
-def _log(rng: np.random.Generator, low: int, high: int) -> int:
-    """From low to high, small ones as likely as large ones."""
-    return int(np.exp(rng.uniform(np.log(low), np.log(high + 0.999))))
-
-
-def _one(rng: np.random.Generator, some: Sequence[Any]) -> Any:
-    return some[int(rng.integers(len(some)))]
