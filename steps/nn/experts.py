@@ -42,6 +42,7 @@ from steps.nn.linear import (
     refused,
     said,
 )
+from steps.nn.shard import ExpertsShard, group_of
 from steps.product.experts import choose, gates_and_ups, packed_arrays, prepare, require_product
 from steps.product.prepared import Kept, Prepared
 from steps.product.rows import row_width
@@ -75,23 +76,23 @@ def _on_gpu(
     n: int,
     gate: str,
     follows: bool,
+    wide: bool,
 ) -> Tensor:
     """y [T, S, N] of x [T, K] or [T, S, K] and ids [T, S], see `steps.product.experts.experts`.
 
     weights: packed arrays. fast: those that fast kernels read, none where products are exact. gate:
-    "" for none. router: y is [T, N] then. Everything is on one GPU; what is not contiguous, or of a
-    dtype that no kernel reads, is copied.
+    "" for none. router: y is [T, N] then. wide: y is float32, else of x's dtype. Everything is on
+    one GPU; what is not contiguous, or of a dtype that no kernel reads, is copied.
     """
-    y = _shape_of(x, ids, weights, fast, bias, router, format, experts, n, gate, follows)
+    y = _shape_of(x, ids, weights, fast, bias, router, format, experts, n, gate, follows, wide)
     if not y.numel():
         return y
     k = x.shape[-1]
-    _check(ids, experts)
     of_bias, of_router = (_float(one) for one in (bias, router))
     names = [None if one is None else operator.NAMES[one.dtype] for one in (of_bias, of_router)]
     tokens, chosen = ids.shape
     request = ExpertsRequest(
-        format, tokens, chosen, experts, n, k, operator.NAMES[x.dtype], operator.NAMES[x.dtype],
+        format, tokens, chosen, experts, n, k, operator.NAMES[x.dtype], operator.NAMES[y.dtype],
         IDS[ids.dtype], x.ndim == 3, names[0], gate or None, names[1], follows,
         "fast" if fast else "exact",
     )  # fmt: skip
@@ -107,11 +108,11 @@ def _on_gpu(
 
 def _shape_of(
     x: Tensor, ids: Tensor, weights: list[Tensor], fast: list[Tensor], bias: Tensor | None,
-    router: Tensor | None, format: str, experts: int, n: int, gate: str, follows: bool,
+    router: Tensor | None, format: str, experts: int, n: int, gate: str, follows: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
     outputs = n // 2 if gate else n
     shape = (len(ids), outputs) if router is not None else (*ids.shape, outputs)
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=torch.float32 if wide else x.dtype)
 
 
 _product = torch.library.custom_op(
@@ -144,7 +145,9 @@ def _float(x: Tensor | None) -> Tensor | None:
 
 def _check(ids: Tensor, experts: int) -> None:
     """ValueError for ids that are no expert's, where `check_ids` says so."""
-    if not check_ids or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not check_ids or torch.compiler.is_compiling():
+        return
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     wrong = ids[(ids < 0) | (ids >= experts)]
     if wrong.numel():
@@ -165,18 +168,19 @@ def _packed(blocks: Tensor, format: str, device: Any, pack: Any = tiles) -> list
 
 
 @torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=(), device_types="cpu")
-def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True) -> Tensor:
     """y[t, s] = x[t] @ dequantize(blocks[ids[t, s]])^T: every token by the experts chosen for it.
 
     blocks : uint8 [E, N, bytes of a row]. x: float32, float16 or bfloat16 [T, K], or [T, S, K] with
              a row for each slot. ids: int32 or int64 [T, S]; where one is not from 0 to E - 1,
-             y[t, s] is NaN.
+             y[t, s] is NaN. checked: whether `check_ids` looks at them.
 
     Returns [T, S, N] in the dtype of x, on its device. A GPU keeps packed weights beside the blocks
     of a file, from the first call on and as long as these.
     """
     y = _products_of_experts(blocks, x, ids, format).fill_(nan)
-    _check(ids, len(blocks))
+    if checked:
+        _check(ids, len(blocks))
     fmt, rows = FORMATS[format], x if x.ndim == 3 else x[:, None].expand(*ids.shape, -1)
     for expert in ids.unique().tolist():
         if 0 <= expert < len(blocks):
@@ -188,18 +192,24 @@ def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
 
 
 @mul_mat_id.register_kernel("cuda")
-def _products_on_gpu(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def _products_on_gpu(
+    blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True
+) -> Tensor:
     _products_of_experts(blocks, x, ids, format)
     weights = _of_blocks.of(blocks, format, lambda: _packed(blocks, format, x.device))
+    if checked:
+        _check(ids, len(blocks))
     size = format, len(blocks), blocks.shape[1]
-    return _product(x, ids, weights, [], None, None, *size, "", False)
+    return _product(x, ids, weights, [], None, None, *size, "", False, False)
 
 
 _of_blocks: KeptWith[list[Tensor]] = KeptWith()
 
 
 @mul_mat_id.register_fake
-def _products_of_experts(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def _products_of_experts(
+    blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True
+) -> Tensor:
     _, _, k = _matrices(blocks, format)
     if x.dtype not in operator.NAMES:
         raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
@@ -259,6 +269,7 @@ class QuantExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.act_fn, self.accuracy = act_fn, known_accuracy(accuracy)
+        self.sharding: ExpertsShard | None = None
         given = dict(zip(PARTS, (gate, up, down), strict=True))
         self.formats = {name: format for name, (_, format) in given.items()}
         sizes = {name: _matrices(*one) for name, one in given.items()}
@@ -315,39 +326,94 @@ class QuantExperts(nn.Module):
         act_fn, biases = getattr(module, "act_fn", "clamped"), _biases(module)
         return cls(gate, up, down, act_fn, biases, accuracy=accuracy)
 
+    def shard(self, mesh: Any, kind: str, *, unit: int | None = None) -> QuantExperts:
+        """Keep this rank's share of the weights, in place; returns itself. All ranks call this with
+        the same layer, and give it the same tokens. y is the sum of all ranks', whole.
+
+        mesh : a DeviceMesh of one dimension, a process group, or None for all ranks.
+        kind : "experts": the rank has some of the experts, and multiplies the slots that chose
+               them. "rows": it has some of the rows of all gates and ups, and the same columns of
+               all downs, so that ranks have equal work whatever tokens choose.
+        unit : of "rows": how many rows stay together, by default the downs' block.
+
+        Sums and state dicts are as of `QuantLinear.shard`. A bias of downs is added by one rank.
+        ValueError where ranks cannot share the layer, with the numbers.
+        """
+        if self.sharding is not None:
+            raise ValueError(f"the layer is split already: {self.sharding}")
+        block = FORMATS[self.formats["down"]].elements
+        unit = block if unit is None else unit
+        if unit < 1 or unit % block:
+            raise ValueError(
+                f"unit={unit} cuts blocks of {self.formats['down']}: use a multiple of {block}"
+            )
+        size = self.num_experts, self.hidden, self.inner
+        shard = ExpertsShard(group_of(mesh), kind, *size, unit)
+        here = self.device
+        for name in PARTS:
+            key = f"{name}_blocks"
+            self._buffers[key] = shard.share(name, self._buffers[key])
+            if (bias := self._parameters[f"{name}_bias"]) is not None:
+                own = nn.Parameter(shard.share(name, bias.detach()), requires_grad=False)
+                self._parameters[f"{name}_bias"] = own
+        self.sharding, self.inner = shard, shard.own_inner
+        self.num_experts = shard.own[1] - shard.own[0]
+        if self._on_gpu:
+            self._move(here)
+        return self
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
+        x, ids, shard = hidden_states, top_k_index, self.sharding
+        _check(ids, self.num_experts if shard is None else shard.experts)
+        if shard is None:
+            return self._mixed(x, ids, top_k_weights, False)
+        sums = shard.sums(self.device)
+        few = sums.is_small(x.numel())
+        if shard.kind == "rows":
+            return sums(self._mixed(x, ids, top_k_weights, few)).to(x.dtype)
+        first, last = shard.own
+        elsewhere = (ids >= 0) & (ids < shard.experts) & ((ids < first) | (ids >= last))
+        ids = torch.where((ids < first) | (ids >= last), -1, ids - first)
+        y = self._mixed(x, ids, None, few).to(torch.float32)
+        y = torch.where(elsewhere.unsqueeze(-1), 0, y * top_k_weights.unsqueeze(-1)).sum(1)
+        return sums(y if few else y.to(x.dtype)).to(x.dtype)
+
+    def _mixed(self, x: Tensor, ids: Tensor, router: Tensor | None, wide: bool) -> Tensor:
+        """The layer's own experts: [T, K], or without a router's weights [T, S, K]. wide: in
+        float32, else in the dtype of x."""
         if not self._on_gpu:
-            return self._on_cpu(hidden_states, top_k_index, top_k_weights)
-        x, ids, dtype = hidden_states, top_k_index, hidden_states.dtype
+            return self._on_cpu(x, ids, router, wide)
+        dtype = x.dtype
         if fused := bool(self._arrays("gate_up")):
             x = self._launched("gate_up", x, ids, gate=self._gate)
         else:
             x = self._gated(self._launched("gate", x, ids), self._launched("up", x, ids)).to(dtype)
-        return self._launched("down", x, ids, top_k_weights, follows=fused)
+        return self._launched("down", x, ids, router, follows=fused, wide=wide)
 
     def _launched(
         self, name: str, x: Tensor, ids: Tensor, router: Tensor | None = None, gate: str = "",
-        follows: bool = False,
+        follows: bool = False, wide: bool = False,
     ) -> Tensor:  # fmt: skip
         n = {"gate_up": 2 * self.inner, "down": self.hidden}.get(name, self.inner)
         return _product(
             x, ids, self._arrays(name), self._arrays(f"{name}_fast"), self._bias(name), router,
-            self.formats["gate" if gate else name], self.num_experts, n, gate, follows,
+            self.formats["gate" if gate else name], self.num_experts, n, gate, follows, wide,
         )  # fmt: skip
 
-    def _on_cpu(self, hidden_states: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+    def _on_cpu(self, x: Tensor, ids: Tensor, router: Tensor | None, wide: bool) -> Tensor:
         parts = {}
         for name in PARTS[:2]:
-            y = mul_mat_id(self._buffers[f"{name}_blocks"], hidden_states, ids, self.formats[name])
+            y = mul_mat_id(self._buffers[f"{name}_blocks"], x, ids, self.formats[name], False)
             parts[name] = self._with_bias(y, name, ids)
-        hidden = self._gated(**parts).to(hidden_states.dtype)
-        y = mul_mat_id(self._buffers["down_blocks"], hidden, ids, self.formats["down"])
+        dtype = torch.float32 if wide else x.dtype
+        hidden = self._gated(**parts).to(x.dtype).to(dtype)
+        y = mul_mat_id(self._buffers["down_blocks"], hidden, ids, self.formats["down"], False)
         y = self._with_bias(y, "down", ids)
-        return (y * router.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        return (y if router is None else (y * router.unsqueeze(-1)).sum(1)).to(dtype)
 
     def _with_bias(self, y: Tensor, name: str, ids: Tensor) -> Tensor:
-        bias = self._parameters[f"{name}_bias"]
+        bias = self._bias(name)
         return y if bias is None else y + bias[ids.clamp(0, self.num_experts - 1)].to(y.dtype)
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -380,7 +446,20 @@ class QuantExperts(nn.Module):
 
     def extra_repr(self) -> str:
         accuracy = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
-        return f"{self.num_experts}, {self._formats()}{accuracy}"
+        sharding = f", {self.sharding}" if self.sharding else ""
+        return f"{self.num_experts}, {self._formats()}{accuracy}{sharding}"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.sharding is not None:
+            for key, name in self._shared(prefix):
+                if key in destination:
+                    destination[key] = self.sharding.whole(name, destination[key])
+
+    @staticmethod
+    def _shared(prefix: str) -> list[tuple[str, str]]:
+        """(key of a state dict, name of the part) of what ranks share."""
+        return [(f"{prefix}{name}_{of}", name) for name in PARTS for of in ("blocks", "bias")]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Blocks that are no bytes are an error of `load_state_dict`, and not loaded. Where the
@@ -388,6 +467,19 @@ class QuantExperts(nn.Module):
         if why := cast(state_dict, prefix, [f"{name}_blocks" for name in PARTS]):
             others[-1].append(why)
             return
+        if (shard := self.sharding) is not None:
+            state_dict = {key: one for key, one in state_dict.items() if key.startswith(prefix)}
+            for key, name in self._shared(prefix):
+                if (one := state_dict.get(key)) is None:
+                    continue
+                n = shard.hidden if name == "down" else shard.inner
+                if tuple(one.shape[:2]) != (shard.experts, n):
+                    others[-1].append(
+                        f"{key} has shape {list(one.shape)}, and the whole layer has {n} rows of "
+                        f"{shard.experts} experts: state dicts are whole where ranks share a layer"
+                    )
+                    return
+                state_dict[key] = shard.share(name, one)
         super()._load_from_state_dict(state_dict, prefix, *others)
         if self._on_gpu:
             self._pack(self.device)
@@ -418,6 +510,8 @@ class QuantExperts(nn.Module):
     def _bias(self, name: str) -> Tensor | None:
         if name == "gate_up":
             return self._buffers.get("gate_up_bias")
+        if name == "down" and self.sharding is not None and not self.sharding.adds_biases:
+            return None
         return self._parameters[f"{name}_bias"]
 
     def _move(self, device: Any) -> None:

@@ -11,6 +11,9 @@ A "row" layer reads what a "column" layer before it wrote, as it is: between the
 between up and down, ranks send each other nothing.
 
                    x whole -> [column] -> y, a share -> [row] -> sum over the ranks, whole
+
+The experts of a mixture are split likewise, or by whole experts: every rank multiplies all tokens
+by what it has of the experts that they chose, and the ranks add up their y.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ if not TYPE_CHECKING:
 
 KINDS: Final = ("column", "row")
 """Named after the matrix [K, N] of y = x W, as in the paper; of [N, K] they split axis 0 and 1."""
+
+EXPERT_KINDS: Final = ("experts", "rows")
+"""A rank has whole experts, or of each expert some rows of gates and ups and the same columns of
+downs."""
 
 
 def bounds(units: int, ranks: int) -> list[int]:
@@ -204,6 +211,109 @@ class Shard:
         return torch.cat(pieces, -1)
 
     def __deepcopy__(self, _memo: Any) -> Shard:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a layer that ranks share cannot be pickled: save its state_dict()")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank} of {self.ranks}"
+
+
+@dataclass(frozen=True)
+class ExpertsShard:
+    """The share of one rank of `group` in the experts of a mixture, of which each has gates and ups
+    [inner, hidden] and downs [hidden, inner].
+
+    kind : of `EXPERT_KINDS`.
+    unit : inner features that stay together, a multiple of the downs' block.
+    Raises ValueError where there are fewer experts, or units, than ranks.
+    """
+
+    group: Any
+    kind: str
+    experts: int
+    hidden: int
+    inner: int
+    unit: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in EXPERT_KINDS:
+            raise ValueError(
+                f"experts are split by {' or '.join(EXPERT_KINDS)}, not by {self.kind!r}"
+            )
+        if self.kind == "experts" and self.experts < self.ranks:
+            raise ValueError(
+                f"{self.experts} experts are too few for {self.ranks} ranks: split their rows"
+            )
+        _ = self.rows, self.columns  # which raise
+
+    @cached_property
+    def rows(self) -> Shard:
+        """Of blocks and biases of gates and ups; of whole experts also of downs."""
+        if self.kind == "experts":
+            return Shard(self.group, "column", self.experts, 1, (self.experts,), 1)
+        parts = (self.inner,) * self.experts
+        return Shard(self.group, "column", sum(parts), self.hidden, parts, self.unit)
+
+    @cached_property
+    def columns(self) -> Shard:
+        """Of blocks of downs."""
+        if self.kind == "experts":
+            return self.rows
+        n = self.experts * self.hidden
+        return Shard(self.group, "row", n, self.inner, (n,), self.unit)
+
+    @property
+    def rank(self) -> int:
+        return int(distributed.get_rank(self.group))
+
+    @property
+    def ranks(self) -> int:
+        return int(distributed.get_world_size(self.group))
+
+    @cached_property
+    def own(self) -> tuple[int, int]:
+        """The rank's experts: its first, and the one behind its last."""
+        if self.kind == "rows":
+            return 0, self.experts
+        ((first, last),) = self.rows.ranges(self.rank)
+        return first, last
+
+    @property
+    def own_inner(self) -> int:
+        """The rank's gates of an expert."""
+        if self.kind == "experts":
+            return self.inner
+        return self.columns.count(self.rank)
+
+    @property
+    def adds_biases(self) -> bool:
+        """Whether the rank adds the biases of downs of its experts, which one of those does that
+        share them."""
+        return self.kind == "experts" or self.rank == 0
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's share of blocks uint8 [E, n, bytes of a row] or biases [E, n] of "gate", "up"
+        or "down"; a copy."""
+        if self.kind == "experts":
+            return self.rows.share(whole)
+        of = self.columns if name == "down" else self.rows
+        share = of.share(whole.flatten(0, 1))
+        return share.unflatten(0, (self.experts, -1))
+
+    def whole(self, name: str, share: Tensor) -> Tensor:
+        """What `share` was made of, from the shares of all ranks; all of them call this."""
+        if self.kind == "experts":
+            return self.rows.whole(share)
+        of = self.columns if name == "down" else self.rows
+        return of.whole(share.flatten(0, 1)).unflatten(0, (self.experts, -1))
+
+    def sums(self, device: Any) -> AllReduce:
+        """What adds up the y of all ranks on a device."""
+        return all_reduce_of(self.group, device)
+
+    def __deepcopy__(self, _memo: Any) -> ExpertsShard:
         return self
 
     def __reduce__(self) -> Any:

@@ -299,6 +299,101 @@ def case_copies_share_the_group_and_pickles_are_refused() -> None:
         pickle.dumps(layer)
 
 
+def experts_layer(dtype: Any = torch.float32) -> QuantExperts:
+    """Five experts of 96 gates: three units of 32, which two ranks do not divide."""
+    e, k, inner = 5, 64, 96
+    parts = []
+    for i, (name, n, width) in enumerate(
+        (("q4_0", inner, k), ("q5_0", inner, k), ("q8_0", k, inner))
+    ):
+        held = blocks_of(name, e * n, width, seed=i)
+        made = torch.from_numpy(held.view(np.uint8).reshape(e, n, -1).copy())
+        parts.append((made, name))
+    gates, ups, downs = (tensor(e, n, seed=n) for n in (inner, inner, k))
+    return QuantExperts(*parts, "clamped", (gates, ups, downs)).to(dtype)
+
+
+def case_experts_have_the_answers_of_one_process() -> None:
+    """By whole experts and by rows; of ids that are none NaN, on every rank; of no tokens none."""
+    ids = torch.tensor([[0, 4], [3, 1], [2, 2], [1, 0], [-1, 3]])
+    shares = torch.rand(5, 2, generator=torch.Generator().manual_seed(0))
+    for dtype in ROUNDING:
+        x, one = tensor(5, 64, dtype=dtype), experts_layer(dtype)
+        wanted = one(x, ids, shares)
+        size = wanted.nan_to_num().abs().max().double()
+        for kind in ("experts", "rows"):
+            layer = experts_layer(dtype)
+            assert layer.shard(None, kind) is layer
+            y = layer(x, ids, shares)
+            assert (y.dtype, y.shape) == (dtype, (5, 64))
+            assert torch.equal(y.isnan(), wanted.isnan())
+            assert y[4].isnan().all()
+            off = (y.double() - wanted.double()).nan_to_num().abs().max()
+            assert off <= (64 * 2.0**-24 + 4 * ROUNDING[dtype]) * size, (kind, dtype, off)
+            assert layer(x[:0], ids[:0], shares[:0]).shape == (0, 64)
+            assert f"{kind} {rank()} of {ranks()}" in repr(layer)
+            assert torch.equal(copy.deepcopy(layer)(x, ids, shares)[:4], y[:4])
+    share_of = experts_layer().shard(None, "rows")
+    assert share_of.inner == share_of.up_blocks.shape[1] == len(share(96, 32))
+    share_of = experts_layer().shard(None, "experts")
+    assert share_of.num_experts == len(share_of.down_bias) == len(share(5))
+
+
+def case_experts_have_whole_state_dicts() -> None:
+    state = experts_layer().state_dict()
+    for kind in ("experts", "rows"):
+        layer = experts_layer().shard(None, kind)
+        found = layer.state_dict()
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], one) for key, one in state.items())
+        changed = {key: one.clone() for key, one in state.items()}
+        changed["up_blocks"] = changed["up_blocks"].flip(0)
+        changed["down_bias"] = changed["down_bias"] + 1
+        layer.load_state_dict(changed)
+        found = layer.state_dict()
+        assert all(torch.equal(found[key], one) for key, one in changed.items())
+        small = {**changed, "gate_blocks": changed["gate_blocks"][:2]}
+        with pytest.raises(RuntimeError, match=r"gate_blocks has shape .* 96 rows of 5 experts"):
+            layer.load_state_dict(small)
+
+
+def case_experts_in_a_graph_of_torch_and_checked() -> None:
+    from steps.nn import experts
+
+    ids = torch.tensor([[0, 4], [3, 1], [2, 2]])
+    x, shares = tensor(3, 64), torch.rand(3, 2, generator=torch.Generator().manual_seed(0))
+    for kind in ("experts", "rows"):
+        layer = experts_layer().shard(None, kind)
+        whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(whole(x, ids, shares), layer(x, ids, shares))
+        experts.check_ids = True
+        try:
+            layer(x, ids, shares)  # those of other ranks are experts, too
+            with pytest.raises(ValueError, match="1 ids are no expert's, such as 5: there are 5"):
+                layer(x, torch.where(ids == 4, 5, ids), shares)
+        finally:
+            experts.check_ids = False
+
+
+def case_experts_that_ranks_cannot_share() -> None:
+    layer = experts_layer()
+    with pytest.raises(ValueError, match="split by experts or rows, not by 'column'"):
+        layer.shard(None, "column")
+    with pytest.raises(ValueError, match="unit=48 cuts blocks of q8_0: use a multiple of 32"):
+        layer.shard(None, "rows", unit=48)
+    with pytest.raises(ValueError, match=r"96 rows are 1 units of 96, too few for"):
+        layer.shard(None, "rows", unit=96)
+    one = experts_layer()
+    parts = [(one._buffers[f"{name}_blocks"][:1], one.formats[name]) for name in one.formats]
+    with pytest.raises(ValueError, match=r"1 experts are too few for \d ranks: split their rows"):
+        QuantExperts(*parts).shard(None, "experts")
+    layer.shard(None, "rows")
+    with pytest.raises(ValueError, match=r"the layer is split already: rows \d of \d"):
+        layer.shard(None, "rows")
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(layer)
+
+
 def of_transformers() -> tuple[Any, Any]:
     """Logits of a small model of another library: of one process, and of this rank."""
     from transformers import LlamaConfig, LlamaForCausalLM

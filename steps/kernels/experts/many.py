@@ -142,6 +142,7 @@ STAGGER: Final = 2  # stages by which the first warpgroup begins before the othe
 REGISTERS: Final = (224, 56)  # of consumers and producers: 2 x 224 + 56 are the 504 of 3 x 168
 ROWS_AT_ONCE: Final = 4  # that a warp of the producer copies together, 64 K of each
 BOX_ROW: Final = 2 * BOX_K  # bytes
+BOX_CHUNKS: Final = BOX_ROW // 16
 
 
 @cache
@@ -274,35 +275,38 @@ def kernel(
             bulk_copy(memory, to + i * group_bytes, w, source, group_bytes, memory, barrier)
 
     @cuda.jit(device=True, forceinline=True)
-    def find_sources(tables, table_at, rows, first, there, slots, lane):
-        """By a producer warp: the rows of A of a tile, those that a lane copies side by side; rows
-        beyond the tile are its last one, so that no copy asks."""
+    def find_sources(tables, table_at, a, rows, first, there, slots, lane):
+        """By a producer warp: where the rows of A of a tile begin, in 16-byte chunks, those that a
+        lane copies side by side; rows beyond the tile are its last one, so that no copy asks."""
+        chunks = int32(uint32(a.shape[1]) // uint32(chunk_k))
         for r in range(lane, bm, 32):
             position = uint32(load_u32(rows, int32(first + min(int32(r), int32(there - 1)))))
             at = table_at + (r & (ROWS_AT_ONCE - 1)) * each_row + r // ROWS_AT_ONCE
-            tables[at] = int32(position // uint32(slots))
+            tables[at] = int32(int32(position // uint32(slots)) * chunks)
         cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_rows(memory, tables, table_at, at, a, k, there, lane):
+    def copy_rows(memory, tables, table_at, at, a, step, there, lane):
         """By a producer warp: 128 K of the rows of a tile to byte `at`, as tensor maps leave them.
         K beyond A, where weights are zeros, become zeros: 0 * NaN would be NaN. Of rows beyond the
         tile whole sixteens are left as they are: their sums are not stored."""
-        K = int32(a.shape[1])
         row, chunk = int32(lane >> 3), int32(lane & 7)
-        k = int32(k + chunk * chunk_k)
-        lower, upper = uint32(16 if k < K else 0), uint32(16 if k + BOX_K < K else 0)
+        k = int32(step * (TILE_K // chunk_k) + chunk)  # in chunks: indices of 32 bits
+        left = int32(uint32(a.shape[1]) // uint32(chunk_k)) - k
+        lower, upper = uint32(16 if left > 0 else 0), uint32(16 if left > BOX_CHUNKS else 0)
         even = int32(at + row * BOX_ROW + (chunk ^ row) * 16)  # of rows 0 to 3 of eight
         odd = int32(at + (row + 4) * BOX_ROW + (chunk ^ (row + 4)) * 16)
-        for i in range(0, each_row, 4):
-            if ROWS_AT_ONCE * i < there:
-                four = load_u32x4(tables, table_at + row * each_row + i)
-                for j in range(4):
-                    source = int64(int32(four[j])) * K + k
-                    to = (odd if j & 1 else even) + (i + j) // 2 * (8 * BOX_ROW)
-                    cp_async_16_zfill(memory, to, a, source, lower)
-                    if boxes == 2:
-                        cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
+        table_at = int32(table_at + row * each_row)
+        for _ in range((there + 15) >> 4):  # sixteen rows, four of a lane
+            four = load_u32x4(tables, table_at)
+            for j in range(4):
+                source = int64(uint32(uint32(four[j]) + uint32(k))) * chunk_k
+                to = int32((odd if j & 1 else even) + j // 2 * (8 * BOX_ROW))
+                cp_async_16_zfill(memory, to, a, source, lower)
+                if boxes == 2:
+                    cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
+            table_at = int32(table_at + 4)
+            even, odd = int32(even + 16 * BOX_ROW), int32(odd + 16 * BOX_ROW)
         cp_async_commit()
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
@@ -339,7 +343,7 @@ def kernel(
             while tile_id < tiles_c:
                 expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
                 if left < steps:
-                    find_sources(tables, table_at, rows, first, there, slots, lane)
+                    find_sources(tables, table_at, a, rows, first, there, slots, lane)
                 step = left
                 while step < steps:
                     wait_empty(memory, stage, parity)
@@ -349,7 +353,7 @@ def kernel(
                         copy_weights(memory, to, w, expert, n0, step, steps, groups, full(stage))
                     cuda.syncwarp()
                     at = stage * a_bytes
-                    copy_rows(memory, tables, table_at, at, a, int32(step * TILE_K), there, lane)
+                    copy_rows(memory, tables, table_at, at, a, step, there, lane)
                     wait_for_copies()
                     fence_proxy_async()
                     cuda.syncwarp()
