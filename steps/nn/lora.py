@@ -19,7 +19,7 @@ copies are not up to date at a capture, the graph has PEFT's way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -34,6 +34,7 @@ from steps.contract import Launch, Machine, Shape
 from steps.kernels.decode import bulk, low_rank
 from steps.nn import operator as operator
 from steps.nn.linear import QuantLinear, is_any_autocast_enabled, is_dynamo_compiling, nn, torch
+from steps.product.choice import Request, why_not
 from steps.product.operands import ALIGNMENT
 from steps.product.prepared import Kept, Prepared
 
@@ -333,10 +334,11 @@ _prepared: Kept[_Made] = Kept(operator.PREPARED)
 
 
 def prepared(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks: int) -> _Made:
-    """The launch for m tokens, on the current GPU: where the product alone would be step 18's in
-    family A16, and shared memory holds the term besides."""
+    """The launch for m tokens, on the current GPU: where the product alone would be in family A16,
+    which kernel 18 can do though another may be faster, and shared memory holds the term besides.
+    """
     asked, choice = held.asked, held.choice(m, dtype, dtype, bias)
-    if choice.kernel is not bulk.KERNEL or choice.family != "A16" or choice.bias != bias:
+    if choice.family != "A16" or choice.bias != bias or not _is_done(held, choice.request):
         return _Made(None)
     try:
         shape = Shape(m, asked.n, asked.k, asked.invariant)
@@ -346,6 +348,14 @@ def prepared(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks
     recipe, memory = recipe_of(held, m, dtype, bias, ranks), DryRun()
     with operator._loading_allowed():
         return _Made(Prepared(recipe.launches(memory), memory, operands(len(recipe.arrays))))
+
+
+def _is_done(held: operator.Weights, request: Request) -> bool:
+    """Whether kernel 18 does this product of the weights that are held."""
+    if bulk.KERNEL.pack.__name__ not in held.types:
+        return False
+    cc = operator.capability(held.device)
+    return why_not(bulk.KERNEL, replace(request, family="A16"), cc) is None
 
 
 def recipe_of(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks: int) -> OfArrays:

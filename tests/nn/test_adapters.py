@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from steps.nn import operator as torch_operator
 from steps.nn.adapters import fused, merge_adapters
 from steps.nn.linear import QuantLinear, quantize_model
+from steps.registry import kernel_of
 from steps.simulator.launch import simulate
 from tests.nn import on_the_host
 
@@ -182,6 +184,21 @@ def test_a_layer_and_its_adapter_are_one_launch(
     assert [name for name, *_ in together.launched] == ["decode_bulk"]
     assert y.shape == (1, 2, N)
     close(y, pefts(layer, x), dtype)
+
+
+def test_one_launch_where_another_kernel_is_faster_alone(together: Any, monkeypatch: Any) -> None:
+    """PEFT's way would be three launches more."""
+    chosen, other = torch_operator.Weights.choice, kernel_of(14)
+
+    def choice(self: Any, *asked: Any) -> Any:
+        return replace(chosen(self, *asked), kernel=other)
+
+    monkeypatch.setattr(torch_operator.Weights, "choice", choice)
+    layer, x = on_host(one_layer()), tokens(2)
+    with torch.no_grad():
+        y = layer(x)
+    assert [name for name, *_ in together.launched] == ["decode_bulk"]
+    close(y, pefts(layer, x), HALF)
 
 
 def test_copies_follow_their_parameters(together: Any, monkeypatch: Any) -> None:
