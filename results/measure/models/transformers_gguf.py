@@ -3,7 +3,7 @@
     python -m results.measure.models.transformers_gguf model.gguf --out gguf.json
     python -m results.measure.models.transformers_gguf --random llama-3.2-1b --format q4_0
 
-needs a GPU, transformers and accelerate. Two models are loaded one after the other, in one dtype:
+needs a GPU, transformers and accelerate. Two models are loaded, in one dtype:
 as transformers makes it, which is float weights of the whole file, and after `use_gguf`. Of each:
 
     bytes       of its parameters and buffers on the GPU, those that share memory once
@@ -90,25 +90,35 @@ def nbytes(model: Any, device: Any) -> int:
     return sum(one.nbytes() for one in storages.values() if one.device.type == device.type)
 
 
-def speeds(model: Any, prompt: Any, tokens: int, modes: tuple[str, ...]) -> dict[str, Any]:
-    found = {}
-    for mode in modes:
-        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        if mode == "compiled":
-            options["cache_implementation"] = "static"
+def speeds(models: dict[str, Any], prompt: Any, tokens: int, mode: str) -> dict[str, Any]:
+    """Of each way, by rounds in which they take turns: the host, which is busy in eager calls, is
+    not equally fast at all times."""
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if mode == "compiled":
+        options["cache_implementation"] = "static"
 
-        def generate(count: int, options: dict[str, Any] = options) -> Any:
-            return model.generate(
-                prompt, min_new_tokens=count, max_new_tokens=count, **options
-            )  # fmt: skip
+    def took(way: str, count: int) -> float:
+        def generate() -> None:
+            models[way].generate(prompt, min_new_tokens=count, max_new_tokens=count, **options)
 
+        return seconds(generate, prompt.device)
+
+    counts = 1, tokens
+    times: dict[str, dict[int, list[float]]] = {}
+    for way in models:
         # the first one compiles, and makes a static cache that is long enough for all others
-        for count in (tokens, tokens, 1):
-            generate(count)
-        one = median(seconds(lambda: generate(1), prompt.device) for _ in range(ROUNDS))
-        all_ = median(seconds(lambda: generate(tokens), prompt.device) for _ in range(ROUNDS))
-        found[mode] = {"first_s": one, "tokens_s": (tokens - 1) / (all_ - one)}
-        print(mode, found[mode], flush=True)
+        for count in (tokens, *counts):
+            took(way, count)
+        times[way] = {count: [] for count in counts}
+    for _ in range(ROUNDS):
+        for way, own in times.items():
+            for count in counts:
+                own[count].append(took(way, count))
+    found = {}
+    for way, own in times.items():
+        one, all_ = (median(own[count]) for count in counts)
+        found[way] = {"first_s": one, "tokens_s": (tokens - 1) / (all_ - one)}
+        print(mode, way, found[way], flush=True)
     return found
 
 
@@ -126,7 +136,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "prompt": args.prompt,
         "tokens": args.tokens,
     }
-    logits, answers = [], []
+    logits, answers, models = [], [], {}
     for way in WAYS:
         print(way, flush=True)
         model = loaded(path, way, dtype, device)
@@ -137,9 +147,11 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             logits.append(model(prompt).logits[0].float().log_softmax(-1).cpu())
             ids = model.generate(prompt, max_new_tokens=args.tokens, do_sample=False)
             answers.append(ids[0, args.prompt :].tolist())
-            found[way] = {"bytes": nbytes(model, device)}
-            found[way] |= speeds(model, prompt, args.tokens, modes)
-        del model
+        found[way], models[way] = {"bytes": nbytes(model, device)}, model
+    with torch.no_grad():
+        for mode in modes:
+            for way, one in speeds(models, prompt, args.tokens, mode).items():
+                found[way][mode] = one
     p, q = logits
     found["kl"] = float((p.exp() * (p - q)).sum(-1).mean())
     same = [a == b for a, b in zip(*answers, strict=False)]
