@@ -123,13 +123,15 @@ def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
 
 # --- the work of thread blocks and warps ----------------------------------------------------------
 # (SMs, KB of shared memory, bytes of sums, family, format, shape, where A is, warps along N, pairs
-# of row tiles of a warp)
+# of row tiles of a warp). Where step 17 has float16 A of five tokens or more, step 18 has boxes
 CONFIGURATIONS = (
     (1, 227, 65536, "A16", "q4_0", (1, 150, 416), "kept", 1, 5),
     (1, 227, 65536, "A16", "q5_1", (2, 40, 4160), "kept", 1, 2),
     (2, 227, 4096, "A16", "q5_0", (3, 230, 416), "kept", 4, 1),
     (2, 227, 16000, "A16", "q8_0", (9, 230, 416), "kept", 4, 1),
     (1, 80, 65536, "A16", "q5_0", (7, 10, 4192), "in_slots", 1, 1),
+    (1, 227, 65536, "A16", "q8_0", (1, 30, 2208), "in_slots", 1, 1),
+    (1, 227, 65536, "A16", "q5_1", (3, 20, 288), "in_slots", 1, 1),
     (1, 90, 65536, "A16", "q4_1", (16, 40, 2208), "in_slots", 1, 2),
     (1, 227, 65536, "A16", "q5_0", (19, 40, 288), "kept", 1, 2),
     (1, 70, 65536, "A16", "q4_0", (19, 10, 2080), "in_slots", 1, 1),
@@ -177,8 +179,11 @@ def test_every_way_of_a_and_of_the_sums(
     monkeypatch.setattr(heuristics, "multiprocessors", lambda: sms)
     monkeypatch.setattr(heuristics, "shared_memory", lambda: kilobytes * 1024)
     monkeypatch.setattr(heuristics, "SUMS", sums)
-    found = tile_configuration(FORMATS[name], Shape(*shape), family, place == "quantized")
+    mapped = number == 18
+    found = tile_configuration(FORMATS[name], Shape(*shape), family, place == "quantized", mapped)
     how = found.variant
+    if mapped and family == "A16" and shape[0] > 4:
+        place = "in_boxes"
     assert (how.place, how.warps_n, -(-found.row_tiles // (2 * warps_n))) == (place, warps_n, pairs)
     problem = Problem(*shape, name, "integer", seed=number)
     banks = BankCounter()
@@ -210,17 +215,26 @@ def test_configurations_fit_any_gpu(
     A, row scales, and the sums of warps along K, which one pair of row tiles has in its ring."""
     monkeypatch.setattr(heuristics, "shared_memory", lambda: kilobytes * 1024)
     shapes = ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (128256, 4096), (96, 57344))
-    for name, m, (n, k) in itertools.product(WEIGHT_FORMATS, (1, 2, 3, 4, 5, 8, 16, 40), shapes):
+    tokens = 1, 2, 3, 4, 5, 8, 16, 40
+    of = itertools.product(WEIGHT_FORMATS, tokens, shapes, (False, True))
+    for name, m, (n, k), mapped in of:
         quantized = family == "A8" and fused(m, k)
-        found = tile_configuration(FORMATS[name], Shape(m, n, k), family, quantized)
+        found = tile_configuration(FORMATS[name], Shape(m, n, k), family, quantized, mapped)
         how, where = found.variant, (name, m, n, k, found)
         warps_k, in_slots = how.warps // how.warps_n, how.place == "in_slots"
+        in_boxes = how.place == "in_boxes"
+        assert not (in_boxes and (not mapped or m <= 4 or family == "A8")), where
         rows = how.tokens if quantized else min(m, how.tokens)
-        a_tiles = 1 if in_slots else found.k_tiles
+        a_tiles = 1 if in_slots or in_boxes else found.k_tiles
         pad = 16 if rows > 1 else 0
         of_a = rows * (256 * a_tiles + pad) if family == "A16" else 160 * rows * a_tiles
         slot = 2 * tile_format(name).tile_bytes + (of_a if in_slots else 0)
-        need = how.warps * (how.stages * (slot + 8) + 8) + (0 if in_slots else warps_k * of_a)
+        need = how.warps * (how.stages * (slot + 8) + 8)
+        if in_boxes:  # 128 K of 8 or 16 tokens, from a multiple of 1024 bytes on
+            of_a = how.stages * 256 * how.tokens
+            need = -(-need // 1024) * 1024 + how.warps * of_a
+        elif not in_slots:
+            need += warps_k * of_a
         need += 64 * found.row_tiles
         pairs = -(-found.row_tiles // (2 * how.warps_n))
         sums = found.row_tiles * 64 * how.tokens
@@ -231,7 +245,8 @@ def test_configurations_fit_any_gpu(
             need += warps_k * sums
         assert need <= found.shared <= kilobytes * 1024, where
         assert 1 <= how.prefetched <= how.stages, where
-        assert how.prefetched == 1 or not in_slots, "the second slot's A would have no place"
+        alone = in_slots or in_boxes
+        assert how.prefetched == 1 or not alone, "the second slot's A would have no place"
         assert found.k_tiles * warps_k * TILE_K >= k, "all of K is someone's"
         grid = found.grid(m, n)
         assert grid[0] * found.row_tiles * TILE_ROWS >= n, where

@@ -41,7 +41,7 @@ from qformats.storage import storage_format
 from steps.contract import Launch, Shape, dtype_name
 from steps.instructions import float_to_half, load_f32, shfl_xor, store_f32, store_u16
 from steps.instructions.approximate import reciprocal, rsqrt
-from steps.kernels.decode.bulk import kernel
+from steps.kernels.decode.bulk import arguments, kernel
 from steps.kernels.decode.final_sum import FinalSum, final_sum, warp_sums
 from steps.kernels.decode.tiles import TileConfiguration, Variant, product_of, tile_configuration
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS, bias_operand
@@ -248,7 +248,7 @@ def configuration(fmt: Format, m: int, n: int, k: int) -> TileConfiguration:
     """Of step 18 in family A16. ValueError for more than `MOST_TOKENS` tokens."""
     if m > MOST_TOKENS:
         raise ValueError(f"a norm is deferred for up to {MOST_TOKENS} tokens, not {m}")
-    return tile_configuration(storage_format(fmt), Shape(m, n, k), "A16", False)
+    return tile_configuration(storage_format(fmt), Shape(m, n, k), "A16", False, mapped=True)
 
 
 def partial_sums(fmt: Format, m: int, n: int, k: int) -> int:
@@ -285,7 +285,7 @@ def launch_residual(
     end_of = residual_end(name, how, scale, of_bias, before.shape[1] - 1)
     run = kernel(name, how, dtype_name(a), end_of)
     reads = (before, np.float32(1 / n), np.float32(epsilon), h, weight, after, bias)
-    args = (packed, row_scales, a, row_scales, x, found.sizes(k), reads)
+    args = arguments(how, packed, row_scales, a, row_scales, x, found.sizes(k), reads)
     return Launch(run, grid, (WARP * how.warps,), args, found.shared, overlap=True)
 
 
@@ -306,5 +306,5 @@ def launch_normed(
     end_of = normed_end(how, scale, dtype_name(out), of_bias, norm.shape[1] - 1)
     run = kernel(name, how, dtype_name(x), end_of)
     reads = (norm, np.float32(1 / k), np.float32(epsilon), bias)
-    args = (packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
     return Launch(run, found.grid(m, n), (WARP * how.warps,), args, found.shared, overlap=True)

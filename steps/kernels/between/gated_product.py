@@ -36,7 +36,7 @@ from steps.contract import Launch, dtype_name
 from steps.instructions import float_to_half, load_f32, store_u16
 from steps.instructions.approximate import reciprocal
 from steps.kernels.between.deferred_norm import MOST_TOKENS, WARP, configuration, norm_of_token
-from steps.kernels.decode.bulk import kernel
+from steps.kernels.decode.bulk import arguments, kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
 from steps.kernels.decode.product import PAIR
 from steps.kernels.decode.tiles import Variant, product_of
@@ -117,6 +117,6 @@ def launch(fmt: Format, weights: tuple, x: Any, norm: Any, epsilon: float, out: 
     end_of = gated_end(how, product_of(name, how, dtype_name(x)).scale, norm.shape[1] - 1)
     run = kernel(name, how, dtype_name(x), end_of, gated=True)
     reads = (norm, np.float32(1 / k), np.float32(epsilon))
-    args = (packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
     grid = found.grid(m, 2 * hidden)
     return Launch(run, grid, (WARP * how.warps,), args, found.shared, overlap=True)

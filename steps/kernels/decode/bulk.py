@@ -15,6 +15,7 @@ from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
 from steps.contract import Family, Kernel, Launch, Shape, dtype_name
 from steps.instructions import (
+    TensorMap,
     fence_mbarrier_init,
     fence_proxy_async,
     griddepcontrol_launch_dependents,
@@ -23,10 +24,23 @@ from steps.instructions import (
     mbarrier_init,
     mbarrier_wait,
     shfl,
+    tensor_map_address,
 )
-from steps.kernels.decode.copies import ROW_BYTES, SIDE_BY_SIDE, bulk_copies, float32_quantizer
+from steps.kernels.decode.copies import (
+    ROW_BYTES,
+    SIDE_BY_SIDE,
+    box_copies,
+    bulk_copies,
+    float32_quantizer,
+)
 from steps.kernels.decode.final_sum import FinalSum, final_sum
-from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES
+from steps.kernels.decode.product import (
+    BLOCKS,
+    BOX_K,
+    PAIR,
+    SCALE_BYTES,
+    boxes_bytes,
+)
 from steps.kernels.decode.tiles import (
     MOST_TOKENS,
     Variant,
@@ -40,6 +54,13 @@ from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.weights.storage_formats import tile_format
 
 
+def arguments(how: Variant, w: Any, row_scales: Any, a: Any, *others: Any) -> tuple[Any, ...]:
+    """Those of a kernel: where it copies A in boxes, a tensor map of A comes first."""
+    if how.place == "in_boxes":
+        return TensorMap(a, (how.tokens, BOX_K)), w, row_scales, *others
+    return w, row_scales, a, *others
+
+
 @cache
 def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
     """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums;
@@ -47,6 +68,8 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
+    in_boxes = how.place == "in_boxes"
+    alignment, bounds = (1024 if in_boxes else 128), (32 * warps + end_of.beside, 1)
     product = product_of(name, how, kind)
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
@@ -59,18 +82,24 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a = copies.size, copies.issue
     has_tail, zero_tail = copies.has_tail, copies.zero_tail
+    copy_boxes, of_boxes = box_copies(tokens), boxes_bytes(tokens)
     bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, bar, w, walk, part, a, rows, more_bytes, lane):
-        """Issue a copy of the next packed tiles, if any are left -> the walk behind them.
-        more_bytes: of other copies that report to the same mbarrier."""
+    def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, lane):
+        """Issue a copy of the next packed tiles, if any are left -> the walk behind them. Where A
+        is in boxes, copies of its 128 K to byte `boxes` go before, unless that is -1. more_bytes:
+        of other copies that report to the same mbarrier."""
         if not is_over(walk, part):
             at, size, into, k_tile, _ = walk
             if lane == 0:
                 if in_slots:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
+                elif in_boxes:
+                    more_bytes += of_boxes
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
+                if in_boxes and boxes >= 0:
+                    copy_boxes(smem, boxes, bar, a, rows[1], k_tile)
                 copy_weights(smem, slot + into, w, at, size, bar)
             walk = advance(walk, part)
         return walk
@@ -82,10 +111,11 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
             copy_a(smem, to, to + TILE_K * here, pitch, bar, a, a_scales, rows, k_tile, 1, lane)
 
-    @cuda.jit(launch_bounds=(32 * warps + end_of.beside, 1))
-    def decode_bulk(w, row_scales, a, a_scales, c, sizes, reads):
-        """As `decode` of step 17; reads: what `end_of` reads, such as a bias."""
-        smem = cuda.shared.array(0, uint8, alignment=128)
+    @cuda.jit(device=True, forceinline=True)
+    def decode(w, row_scales, a, a_scales, c, sizes, reads):
+        """As `decode` of step 17. a: where it is in boxes, the address of its tensor map. reads:
+        what `end_of` reads, such as a bias."""
+        smem = cuda.shared.array(0, uint8, alignment=alignment)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
         loaded = cuda.local.array(n_loads, float32)
         griddepcontrol_launch_dependents()
@@ -113,7 +143,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         for s in range(prefetched):
             more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
-            walk = issue(smem, slot, bar, w, walk, part, a, rows, more, lane)
+            walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, lane)
         if in_slots and has_tail(a):
             to = int32(ring + weights)
             for _ in range(stages):
@@ -126,11 +156,16 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         # what the end needs, then A, before the weights of other slots
         load_ahead(loaded, c, a_scales, reads, m0, first, end, t)
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        if in_boxes:
+            own_a, step = int32(a_at + warp * part_bytes), int32(of_boxes)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
+        elif in_boxes:
+            if lane == 0 and not is_over(first_walk, part):
+                copy_boxes(smem, own_a, bars, a, m0, k0)
         elif copies_a and count > 0:
             if lane == 0:
                 mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
@@ -138,9 +173,9 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
 
         # the other slots and row scales
         for s in range(prefetched, stages):
-            slot, bar = ring + s * slot_bytes, bars + 8 * s
+            slot, boxes, bar = ring + s * slot_bytes, own_a + s * step, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
-            walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
+            walk = issue(smem, slot, boxes, bar, w, walk, part, a, rows, int32(0), lane)
         if t == 0:
             copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
         own = prologue(loaded, reads, t)
@@ -151,7 +186,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
                     load(x, a, k0, i, lane)
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
-        elif not in_slots:
+        elif not (in_slots or in_boxes):
             if copies_a and count > 0:
                 zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
             if warps_n > 1:  # the mbarrier, and the zeros, may be another warp's
@@ -169,13 +204,14 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             while i < count:
                 slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
                 mbarrier_wait(smem, bar, parity)
-                at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
+                tile = s if in_boxes else i
+                at, at_scales = int32(own_a + tile * step), int32(own_scales + i * scales_step)
                 if in_slots:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
                 cuda.syncwarp()
                 issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
-                walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
+                walk = issue(smem, slot, at, bar, w, walk, part, a, rows, int32(0), lane)
                 i, s = int32(i + 1), int32(s + 1)
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)
@@ -189,7 +225,15 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         cuda.syncthreads()
         write(smem, sums, row_scales_at, c, a_scales, reads, own, m0, here, first, end, t)
 
-    return decode_bulk
+    @cuda.jit(launch_bounds=bounds)
+    def decode_bulk(w, row_scales, a, a_scales, c, sizes, reads):
+        decode(w, row_scales, a, a_scales, c, sizes, reads)
+
+    @cuda.jit(launch_bounds=bounds)
+    def decode_bulk_boxes(a_map, w, row_scales, a_scales, c, sizes, reads):
+        decode(w, row_scales, tensor_map_address(a_map), a_scales, c, sizes, reads)
+
+    return decode_bulk_boxes if in_boxes else decode_bulk
 
 
 def launch(
@@ -198,13 +242,13 @@ def launch(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
-    found = tile_configuration(stored_as, shape, family, quantized)
+    found = tile_configuration(stored_as, shape, family, quantized, mapped=True)
     how, kind, output = found.variant, dtype_name(a), dtype_name(out)
     scale = product_of(stored_as.name, how, kind).scale
     end_of = final_sum(how.tokens, how.warps, how.warps_k, scale, scaled, output, of_bias)
     run = kernel(stored_as.name, how, kind, end_of)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
+    args = arguments(how, packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
     block = (32 * how.warps,)
     return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
 

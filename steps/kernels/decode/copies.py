@@ -1,4 +1,5 @@
-"""A to shared memory as it is: by `cp.async`, lane by lane (step 17), or by bulk copies (step 18).
+"""A to shared memory as it is: by `cp.async`, lane by lane (step 17), or by bulk copies or in boxes
+of a tensor map (step 18).
 
 A warp copies tiles of 128 K: all of its part of K once, which stays, or one tile with each tile of
 weights. Where A ends inside the last tile, zeros follow: the weights have scales of 0 there, and
@@ -7,10 +8,14 @@ what lies behind A could be Inf or NaN.
     float16 A, row-major           token 0 | 128 K of tile 0 | tile 1 | ... | 16 bytes
                                    token 1 | ...
     Q8_1 A, K-outermost            codes [16 K][token][16], then scales and sums [32 K][token][2]
+    float16 A in boxes             64 K of 8 or 16 tokens, swizzled | the other 64 K
 
-The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks.
+The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks; in boxes
+the swizzle does (`steps.instructions.tensor_map`). A copy of a row is for several tiles of 128 K:
+where each tile is copied apart, eight lanes with a copy each take as many instructions as a third
+of the product, and one lane copies two boxes instead.
 
-Step 17 teaches this with `cp.async`, step 18 with bulk copies.
+Step 17 teaches this with `cp.async`, step 18 with boxes.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from steps.blocks.q8_1 import (
 )
 from steps.contract import Family
 from steps.instructions import (
+    BOX_K,
     as_float,
     bulk_copy,
     cp_async_4,
@@ -45,8 +51,9 @@ from steps.instructions import (
     store_f32x2,
     store_u32,
     store_u32x4,
+    tensor_copy,
 )
-from steps.kernels.decode.product import BLOCKS, SCALE_BYTES
+from steps.kernels.decode.product import BLOCKS, SCALE_BYTES, boxes_bytes
 
 CHUNKS: Final = TILE_K // CHUNK
 """16-byte chunks of 128 K of int8, of a token."""
@@ -188,6 +195,22 @@ def bulk_copies(family: Family) -> BulkCopies:
     if family == "A16":
         return BulkCopies(size_a16, issue_a16, has_tail_a16, zero_tail_a16)
     return BulkCopies(size_a8, issue_a8, has_tail_a8, zero_tail_a8)
+
+
+@cache
+def box_copies(tokens: int) -> Any:
+    """copy(smem, to, bar, a, m0, k_tile): a thread issues copies of the two boxes of a tile of 128
+    K of float16 A to byte `to`, a multiple of 1024. a: the tensor map. They are `boxes_bytes`, with
+    zeros beyond M and K."""
+    half = boxes_bytes(tokens) // 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy(smem, to, bar, a, m0, k_tile):
+        k = int32(k_tile * TILE_K)
+        tensor_copy(smem, to, a, k, m0, smem, bar)
+        tensor_copy(smem, to + half, a, int32(k + BOX_K), m0, smem, bar)
+
+    return copy
 
 
 # --- float32 A to Q8_1 in shared memory: a warp quantizes its part of K while its weights arrive --

@@ -60,7 +60,7 @@ from steps.instructions import (
     store_f32,
     store_u64_relaxed,
 )
-from steps.kernels.decode.bulk import kernel
+from steps.kernels.decode.bulk import arguments, kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
 from steps.kernels.decode.tiles import (
     MOST_TOKENS,
@@ -412,7 +412,7 @@ def configuration(fmt: Format, shape: Shape, ranks: int) -> tuple[TileConfigurat
     than `MOST_TOKENS` tokens or too little shared memory."""
     if shape.m > MOST_TOKENS:
         raise ValueError(f"a low-rank term is added for up to {MOST_TOKENS} tokens, not {shape.m}")
-    found = tile_configuration(storage_format(fmt), shape, "A16", False)
+    found = tile_configuration(storage_format(fmt), shape, "A16", False, mapped=True)
     how = found.variant
     own = offsets(how.tokens, how.warps, ranks)[-1] + TILE_ROWS * found.row_tiles * (
         2 * ranks + PAD
@@ -456,6 +456,6 @@ def launch(
     end_of = low_rank_end(how, kind, scale, dtype_name(out), of_bias, ranks)
     places = np.int32(layout.sums), np.int32(layout.start)
     reads = (x, down, up, factors, words, places, np.int32(patience), bias)
-    args = (packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
     run = kernel(name, how, kind, end_of)
     return Launch(run, found.grid(m, n), (WARP * how.warps,), args, layout.shared, overlap=True)

@@ -16,6 +16,7 @@ from qformats import BLOCK
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_K
 from qformats.storage import storage_format_named
 from steps.instructions import (
+    BOX_K,
     half_to_float,
     ldmatrix_x4,
     load_f32,
@@ -39,6 +40,14 @@ tiles lie side by side (`qformats.repack.TILE_GROUP`) are one piece of memory.""
 
 BLOCKS: Final = TILE_K // BLOCK
 """Blocks of K in a packed tile."""
+
+BOX_ROW: Final = 2 * BOX_K
+"""Bytes of a token in a box of float16 A: 64 K."""
+
+
+def boxes_bytes(tokens: int) -> int:
+    """Of the two boxes of 128 K."""
+    return 2 * BOX_ROW * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +167,9 @@ def word_of(x: float, kind: str) -> int:
 
 
 @cache
-def product_a16(name: str, kind: str, tokens: int) -> Product:
-    """The product of a storage format, for capture in a kernel factory. A is `kind`, in rows."""
+def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Product:
+    """The product of a storage format, for capture in a kernel factory. A is `kind`, in rows, or
+    in the boxes of a tensor map."""
     tile, numbers, scales = tile_format(name), offset_numbers(name, kind), block_scales(name)
     tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, n_words = tile.load, numbers.fragments, storage_format_named(name).bits
@@ -183,7 +193,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     which = tuple(distinct.index(registers) for registers in constants)
     low, high = distinct[0], distinct[-1]
     # in registers: minima leave none, and with eight tokens it is slower
-    stay = len(distinct) <= 2 and tokens == 1 and not minimum
+    stay = len(distinct) <= 2 and not minimum and (tokens == 1 or (in_boxes and groups == 2))
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -242,8 +252,33 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
             uint32(x[3] ^ uint32(here >> 31)),
         )
 
+    # bytes from 64 K of A to the next, and from a group of tokens to the next in boxes
+    half_bytes = boxes_bytes(tokens) // 2 if in_boxes else 2 * BLOCK_BYTES
+    group_bytes = 8 * BOX_ROW
+
     @cuda.jit(device=True, forceinline=True)
-    def places(lane, here, pitch):
+    def place_in_row(a, offsets, odd, j):
+        return a + offsets[0][j] + BLOCK_BYTES * odd
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_in_box(a, offsets, odd, j):
+        return a + offsets[0][odd] + group_bytes * j
+
+    place = place_in_box if in_boxes else place_in_row
+
+    @cuda.jit(device=True, forceinline=True)
+    def places_in_boxes(lane, here, pitch):
+        """Row r of `ldmatrix`'s matrix i: 8 K of token r, the first block's chunk i, swizzled; then
+        the second block's. Tokens that are not there are zeros."""
+        token = int32(lane & 7)
+        first = int32(BOX_ROW * token + CHUNK * ((lane >> 3) ^ token))
+        at = first, int32(first ^ BLOCK_BYTES)
+        if not stay:
+            return (at,)
+        return at, in_registers(low, here), in_registers(high, here)
+
+    @cuda.jit(device=True, forceinline=True)
+    def places_in_rows(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i: 8 K of token r, from 8i on. The last token stands in for
         those beyond it. Then the tiles of constants."""
         first = min(int32(lane & 7), int32(here - 1)) * pitch
@@ -259,7 +294,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         b, z = cuda.local.array(n_b, uint32), cuda.local.array((groups, 4), float32)
         codes, step = cuda.local.array((n_codes, 4), uint32), 2 * odd
         for j in range(groups):
-            at, i = a + offsets[0][j] + BLOCK_BYTES * odd, 4 * j
+            at, i = place(a, offsets, odd, j), 4 * j
             b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
         if not apart:
             offset_sums(z, b, offsets, step, 0, False)
@@ -307,7 +342,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
                     for i in range(n_scales):
                         m[r, i] = y[i]
             # written out, so that whatever the compiler unrolls `odd` is a constant
-            at = a + 2 * BLOCK_BYTES * half
+            at = a + half_bytes * half
             multiply_block(acc, words, d, m, smem, at, offsets, 0)
             multiply_block(acc, words, d, m, smem, at, offsets, 1)
             half = int32(half + 1)
@@ -316,6 +351,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     def finish(acc):
         pass
 
+    places = places_in_boxes if in_boxes else places_in_rows
     return Product(4 * PAIR * groups, HALF_SCALE / unit, places, multiply, finish)
 
 

@@ -5,8 +5,11 @@ flight. A thread block takes some row tiles of C and all of K: no partial sums l
 share K; where their sums would take too much shared memory, some of them share the row tiles
 instead (`warps_n`). A is copied once and kept where several pairs of row tiles need it. Where one
 does, or A does not fit, each tile of weights brings its tile of A into the same slot of the ring.
+Of more than four tokens step 18 brings it so wherever it fits, in boxes that lie beside the ring
+and begin at multiples of 1024 bytes.
 
-    ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
+    ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K], or boxes:
+    [warp][slot] | row scales | sums
 
 Step 17 teaches this. Constants that begin with H200 were measured on one.
 """
@@ -37,8 +40,17 @@ from steps.contract import (
     shared_memory,
 )
 from steps.instructions import bulk_copy
+from steps.instructions.tensor_map import BOX_ALIGNMENT
 from steps.kernels.decode.copies import PAD, ROW_BYTES, SIDE_BY_SIDE
-from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, Product, product_a8, product_a16
+from steps.kernels.decode.product import (
+    BLOCKS,
+    PAIR,
+    SCALE_BYTES,
+    Product,
+    boxes_bytes,
+    product_a8,
+    product_a16,
+)
 from steps.kernels.parts.activations.layouts import float16_rows, float32_quantized_inside
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
@@ -77,12 +89,15 @@ MANY_ROW_TILES: Final = 16
 WAVES: Final = 8
 """Thread blocks to a multiprocessor, one after the other, at most."""
 
+BOX_TOKENS: Final = 8
+"""Columns from which A comes in boxes: of fewer they would leave attention no room beside."""
+
 ALONE: Final = 116 * 1024
 """Bytes with which a block has an SM to itself: of two blocks each would get half."""
 
-Place = Literal["kept", "in_slots", "quantized"]
+Place = Literal["kept", "in_slots", "in_boxes", "quantized"]
 """How a warp's part of A comes to shared memory: copied once and kept; a tile of it with each tile
-of weights, in the slots of the ring; or quantized by the warp, and kept."""
+of weights, in the slots of the ring or in boxes beside it; or quantized by the warp, and kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +134,9 @@ class Variant:
     @property
     def a_at(self) -> int:
         """The byte where A begins."""
-        return self.bars_at + ceil_div(8 * self.warps * (self.stages + 1), 128) * 128
+        end = self.bars_at + 8 * self.warps * (self.stages + 1)
+        alignment = BOX_ALIGNMENT if self.place == "in_boxes" else 128
+        return ceil_div(end, alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +145,7 @@ class TileConfiguration:
 
     k_tiles, row_tiles: packed tiles along K of a warp; row tiles of a thread block
     pitch        : bytes from token to token of float16 A
-    part_bytes   : of a warp's part of A
+    part_bytes   : of a warp's part of A, or of its boxes
     row_scales_at: the byte where row scales begin
     sums_at, sums_stride: where the sums begin, and bytes from one warp along K to the next
     shared       : bytes of a thread block
@@ -174,18 +191,25 @@ def a8_tile_bytes(rows: int) -> int:
 
 
 def tile_configuration(
-    fmt: StorageFormat, shape: Shape, family: Family, quantized: bool
+    fmt: StorageFormat, shape: Shape, family: Family, quantized: bool, mapped: bool = False
 ) -> TileConfiguration:
     """The first that fits, in this order: many warps, A kept, one block to a multiprocessor,
-    warps along K, many stages. quantized: A is float32, and the kernel quantizes it.
+    warps along K, many stages. quantized: A is float32, and the kernel quantizes it. mapped: of
+    more than four tokens the kernel copies A in boxes, which have 8 or 16, wherever these fit.
 
     An invariant product (`Shape.invariant`) has as many warps along K as one of `MOST_TOKENS`
     tokens: they alone decide the order of a sum."""
     room, parts = shared_memory(), None
     if shape.invariant and shape.m < MOST_TOKENS:
         most_tokens = replace(shape, m=MOST_TOKENS)
-        parts = tile_configuration(fmt, most_tokens, family, quantized).variant.warps_k
-    places: tuple[Place, ...] = ("quantized",) if quantized else ("kept", "in_slots")
+        parts = tile_configuration(fmt, most_tokens, family, quantized, mapped).variant.warps_k
+    boxes = mapped and family == "A16" and columns(shape.m) >= BOX_TOKENS
+    # boxes rather than A that is kept, and rather than more warps
+    places: tuple[tuple[Place, ...], ...] = (("kept", "in_slots"),)
+    if boxes:
+        places = ("in_boxes",), ("kept", "in_slots")
+    elif quantized:
+        places = (("quantized",),)
     shares_n = (1,) if quantized else (1, 2, 4, 8, 16)
     blocks_n = max(1, multiprocessors() // ceil_div(shape.m, MOST_TOKENS))
     one_wave = ceil_div(ceil_div(shape.n, TILE_ROWS), blocks_n)
@@ -194,7 +218,8 @@ def tile_configuration(
     tile = tile_format(fmt.name)
     tight = family == "A16" and columns(shape.m) == 16 and (tile.minimum or tile.group < BLOCK)
     fitting = WARPS[1:] if tight else WARPS
-    for warps, place, wave, warps_n in itertools.product(fitting, places, waves, shares_n):
+    orders = [itertools.product(fitting, some, waves, shares_n) for some in places]
+    for warps, place, wave, warps_n in itertools.chain(*orders):
         row_tiles = ceil_div(ceil_div(shape.n, TILE_ROWS), wave * blocks_n)
         warps_k = warps // warps_n
         if warps_n > min(warps, ceil_div(row_tiles, PAIR)) or parts not in (None, warps_k):
@@ -226,19 +251,23 @@ def _configuration(
     warps: int, warps_n: int, stages: int, k_tiles: int, row_tiles: int,
 ) -> TileConfiguration:  # fmt: skip
     """That of such a work, in as much shared memory as it needs."""
-    tokens, pairs, kept = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n), place != "in_slots"
-    rows, a_tiles = tokens if place == "quantized" else min(shape.m, tokens), k_tiles if kept else 1
+    tokens, pairs = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n)
+    in_slots, in_boxes = place == "in_slots", place == "in_boxes"
+    rows = tokens if place == "quantized" else min(shape.m, tokens)
+    a_tiles = 1 if in_slots or in_boxes else k_tiles
     pitch = ROW_BYTES * a_tiles + (PAD if rows > 1 else 0)
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
-    slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (0 if kept else a_bytes)
+    slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (a_bytes if in_slots else 0)
     ahead = min(H200_AHEAD, ceil_div(k_tiles * BLOCKS * tokens, SIDE_BY_SIDE))
     many = place == "quantized" and pairs > 1
     variant = Variant(
         family, tokens, warps, warps_n, stages, H200_PREFETCHED if many else 1, place,
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
-    part_bytes = a_bytes if kept else 0
-    row_scales_at = variant.a_at + variant.warps_k * part_bytes
+    parts, part_bytes = variant.warps_k, 0 if in_slots else a_bytes
+    if in_boxes:
+        parts, part_bytes = warps, stages * boxes_bytes(tokens)
+    row_scales_at = variant.a_at + parts * part_bytes
     sums_at, sums_stride = row_scales_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
     shared = sums_at + variant.warps_k * sums_stride
     if pairs == warps_n == 1:  # a warp stores no sums before it has read all of its ring
@@ -391,8 +420,9 @@ def gated_walk(tile_bytes: int, warps_n: int) -> PairWalk:
 
 def product_of(name: str, how: Variant, kind: str) -> Product:
     """The product of a storage format with A of a dtype."""
-    tokens = how.tokens
-    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)
+    if how.family == "A8":
+        return product_a8(name, how.tokens)
+    return product_a16(name, kind, how.tokens, how.place == "in_boxes")
 
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
