@@ -439,10 +439,10 @@ Time = tuple[float, Kernel, Family]
 """Microseconds of a kernel in a family."""
 
 BFLOAT16_FEW: Final = 1.07
-BFLOAT16_MANY: Final = 1.13
-"""Times of bfloat16 over those of float16, for kernels that make bfloat16 weights: in a decode
-kernel and in others. Tables have no times of bfloat16. Medians over formats and shapes on an H200,
-run dceeb1ed."""
+BFLOAT16_MANY: Final = 1.1
+"""Times of bfloat16 over those of float16: in a decode kernel, and in others, which take a pass
+that makes A float16. Tables have no times of bfloat16. Medians over formats and shapes on an
+H200."""
 
 
 def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Request) -> list[Time]:

@@ -61,7 +61,7 @@ def test_a_changed_operand_is_found() -> None:
 def test_works_are_checked_in_a_dtype(dtype: str) -> None:
     """C is of it, and A where the kernel reads it; what is wrong is told."""
     seen: list[tuple[str, str]] = []
-    right = kernel_of(11)
+    right = kernel_of(17)
 
     def launch(*given: Any) -> Launch:
         activations, out = given[4:6]

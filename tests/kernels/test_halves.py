@@ -14,7 +14,7 @@ from numba import cuda, uint8, uint32
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS
 from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, tiles
 from reference import Bfloats, Halves, Problem, bfloat16_values
-from reference.bfloat16 import rounded_to_bfloat16
+from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from reference.product import least_half
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.compile.compiler import machine_code, signature_of
@@ -23,6 +23,7 @@ from steps.driver.machines import Gpu, Simulator
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.layouts import (
     GATED,
+    all_float16_rows,
     decode,
     encode,
     float16_rows,
@@ -198,6 +199,10 @@ def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, .
     return what_it_makes(float16_rows, "rows", machine, a, offset)
 
 
+def rounded_too(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
+    return what_it_makes(all_float16_rows, "rows", machine, a, offset)
+
+
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
     """Of every size that float32 has, one of zeros."""
     rng = np.random.default_rng(seed)
@@ -230,6 +235,35 @@ def test_activations_are_the_recipe_bit_for_bit(
     np.testing.assert_array_equal(made, encode("rows", want)[0])
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("shape", [(5, 160), (3, 4192)])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_bfloat16_becomes_float16_in_a_power_of_two_of_its_row(
+    machine: Any, shape: tuple[int, int], offset: int
+) -> None:
+    """Nothing is lost, of rows of any size, but far below a row's largest."""
+    bits = bfloat16_bits(odd_rows(*shape, seed=offset))
+    made = decode("rows", rounded_too(machine(), bits, offset), *shape)
+    a = bfloat16_values(bits)
+    want = Halves.of_values(a)
+    assert isinstance(made, Halves)
+    np.testing.assert_array_equal(made.h, want.h)
+    np.testing.assert_array_equal(made.factor, want.factor)
+    lost = np.abs(made.values() - a.astype(np.float64))
+    largest = np.abs(a).max(axis=1, keepdims=True)
+    assert (lost <= 2.0**-38 * largest).all()
+    normal = np.abs(a) >= 2.0**-30 * np.maximum(largest, 2.0**-112)
+    assert normal.any()
+    assert (lost[normal] == 0).all()
+
+
+def test_float16_takes_no_pass() -> None:
+    a = any_halves(9, 160)
+    made = all_float16_rows(a, Simulator())
+    assert (made.launches, made.layout) == ((), "rows")
+    assert made.arrays[0] is a
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.uint16])
 def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
     """Float16 and bfloat16, in natural order: no pass, and nothing to multiply by."""
@@ -252,8 +286,10 @@ def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
 
 def test_how_rows_are_read() -> None:
     for source in ("float32", "float16", "bfloat16"):
-        assert reading(float16_rows, source) == (float16_rows, source, 1, source)
-    assert reading(float16_rows, GATED) == (gated_rows, GATED, 2, "float16")
+        for make in (float16_rows, all_float16_rows):
+            assert reading(make, source) == (make, source, 1, source)
+    for make in (float16_rows, all_float16_rows):
+        assert reading(make, GATED) == (gated_rows, GATED, 2, "float16")
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 160), (3, 4128)])

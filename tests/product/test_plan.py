@@ -219,22 +219,25 @@ def halves(gpu: FakeGpu, step: int = 14, name: str = "float16") -> Plan:
     return planned(gpu, step, input=name, dtype=name)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_one_launch_reads_a_of_16_bits_where_it_lies(name: str, gpu: FakeGpu, torch) -> None:
+@pytest.mark.parametrize(
+    ("step", "name"), [(11, "float16"), (14, "float16"), (18, "float16"), (18, "bfloat16")]
+)
+def test_one_launch_reads_a_of_16_bits_where_it_lies(
+    step: int, name: str, gpu: FakeGpu, torch
+) -> None:
     """By its address in a parameter, or by a tensor map that is encoded for each address."""
-    for step in (11, 14):
-        plan = halves(gpu, step, name)
-        tokens = 16  # of a box
-        for at in (SOMEWHERE, SOMEWHERE + 32):
-            gpu.launched.clear()
-            plan(on(at, (M, K), dtype=name), on(3 * SOMEWHERE, (M, N), dtype=name))
-            ((_, stream, values),) = gpu.launched
-            assert stream == 4711
-            assert 3 * SOMEWHERE in values
-            if step == 11:
-                assert at in values
-            else:
-                assert values[PADDING_WORDS:PARAMETER_WORDS] == encoded(at, M, K, tokens)
+    plan = halves(gpu, step, name)
+    tokens = 16  # of a box
+    for at in (SOMEWHERE, SOMEWHERE + 32):
+        gpu.launched.clear()
+        plan(on(at, (M, K), dtype=name), on(3 * SOMEWHERE, (M, N), dtype=name))
+        ((_, stream, values),) = gpu.launched
+        assert stream == 4711
+        assert 3 * SOMEWHERE in values
+        if step == 14:
+            assert values[PADDING_WORDS:PARAMETER_WORDS] == encoded(at, M, K, tokens)
+        else:
+            assert at in values
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

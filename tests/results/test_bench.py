@@ -111,7 +111,7 @@ def test_a_step_has_a_row_for_each_dtype_and_bfloat16_at_home_in_one_format() ->
     assert [(row.input, row.output, row.why) for row in rows] == [(x, x, None) for x in FLOATS]
     for row, least, most in zip(rows, (1e-9, 1e-9, 1e-7), (1e-6, 1e-6, 3e-5), strict=True):
         assert least < (row.nmse_same_operands or 0) < most
-    assert rows[2].activation_us == 0.0
+    assert [row.activation_us > 0 for row in rows] == [True, False, True]
     for work, size in (
         (Work(step, "A16", "q8_0"), (3, 5, 64)),
         (Work(step, "A16", "q4_0"), (4, 5, 64)),

@@ -11,7 +11,7 @@ step 8    warp_tile.py           the tile of a warp: fragments, products, scales
 step 10   stream_k_tiles.py      tile heuristics of mma_int8
 step 11   row_tiles.py           a stage of row-major A, swizzled, and packed tiles
 step 11   mma_tiles.py           tile heuristics of mma_float16
-step 12   wgmma_products.py      64 K of a tile by wgmma, float16 or bfloat16
+step 12   wgmma_products.py      64 K of a tile by wgmma
 step 13   ring.py                an mbarrier ring between a producer and consumers
 step 13   stage_copies.py        the copies of a stage: boxes by tensor map, weights by bulk copies
 step 14   wgmma_tiles.py         tile heuristics of the wgmma kernels

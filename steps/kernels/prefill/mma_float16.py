@@ -18,20 +18,18 @@ from steps.instructions import (
     cp_async_commit,
     cp_async_wait,
     ldmatrix_x4,
-    mma_m16n8k16_bf16,
     mma_m16n8k16_f16,
 )
-from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.activations.layouts import all_float16_rows
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.mma import finish_mma_tile, stage_sums
-from steps.kernels.parts.weights.bfloats import float_format
+from steps.kernels.parts.weights.storage_formats import half_format
 from steps.kernels.prefill.mma_tiles import BN, TILES, scratch_arrays, tiling
 from steps.kernels.prefill.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
 
 WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
 WARPS_N: Final = BN // WARP  # warps side by side along the features
 ROW_TILES: Final = WARP // TILE_ROWS  # packed tiles that a warp multiplies
-MMA: Final = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}  # by the kind of A
 
 
 # Which warp multiplies what of a stage:
@@ -42,12 +40,11 @@ MMA: Final = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}  # by 
 #     features 64..127      warp 1       warp 3       features 64..127   warp 1     warp 3
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
-    stages: int,
-) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    of `bm` tokens, and a ring of `stages`; threads of a block). scaled: tokens have scales."""
-    form, mma = float_format(fmt.name, kind), MMA[kind]
+    fmt: StorageFormat, output: str, scaled: bool, of_bias: str | None, bm: int, stages: int
+) -> tuple[Any, int]:
+    """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles of `bm` tokens, and
+    a ring of `stages`; threads of a block). scaled: tokens have scales."""
+    form, mma = half_format(fmt.name), mma_m16n8k16_f16
     tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     n_words, n_scales = form.n_words, form.n_scales
@@ -184,11 +181,9 @@ def launch(
 ) -> Launch:  # fmt: skip
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, *scales) = storage_format(fmt), activations
-    scaled = bool(scales)  # A came as float32, and was rounded to float16 in a pass of its own
+    scaled = bool(scales)  # A came as float32 or bfloat16: a pass of its own made it float16
     bm, splits, ring = tiling(stored_as, shape)
-    run, threads = kernel(
-        stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm, ring.stages
-    )
+    run, threads = kernel(stored_as, dtype_name(out), scaled, of_bias, bm, ring.stages)
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), splits)
     token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
     operands, steps = (packed, row_scales, a, token_scales, bias, out), ceil_div(shape.k, TILE_K)
@@ -202,7 +197,7 @@ KERNEL = Kernel(
     families=("A16",),
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations={"A16": float16_rows},
+    activations={"A16": all_float16_rows},
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

@@ -31,7 +31,7 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
-from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.activations.layouts import all_float16_rows
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
 from steps.kernels.parts.stream_k import scheduler
@@ -48,13 +48,13 @@ STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hid
 
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None,
-    tile: wgmma_tiles.Tile, slices: int, stages: int, stagger: int,
+    fmt: StorageFormat, output: str, scaled: bool, of_bias: str | None, tile: wgmma_tiles.Tile,
+    slices: int, stages: int, stagger: int,
 ) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    (features, tokens), shared ones added up in `slices`, a ring of `stages`, and the first
-    warpgroup `stagger` of them before the others; its shared memory in bytes)"""
-    (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name, kind)
+    """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles (features, tokens),
+    shared ones added up in `slices`, a ring of `stages`, and the first warpgroup `stagger` of them
+    before the others; its shared memory in bytes). scaled: tokens have scales."""
+    (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name, "float16")
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
     acc_halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
@@ -189,8 +189,7 @@ def launch(
     chosen = tiling(stored_as, shape)
     tile, slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
     token_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    kinds = dtype_name(a), dtype_name(out), bool(scales), of_bias
-    make = partial(kernel, stored_as, *kinds, tile, slices)
+    make = partial(kernel, stored_as, dtype_name(out), bool(scales), of_bias, tile, slices)
     operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, bias, out
     return wgmma_tiles.launch_that_fits(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
@@ -202,7 +201,7 @@ KERNEL = Kernel(
     families=("A16",),
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations={"A16": float16_rows},
+    activations={"A16": all_float16_rows},
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

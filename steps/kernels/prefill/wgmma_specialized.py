@@ -38,7 +38,7 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
-from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.activations.layouts import all_float16_rows
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.half_tile import (
     WARPGROUP,
@@ -63,13 +63,11 @@ assert BN == CONSUMERS * 64, "a wgmma has 64 features"
 
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
-    stages: int,
-) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    of `bm` tokens and a ring of `stages`; its shared memory in bytes). scaled: tokens have
-    scales."""
-    form = half_stage(fmt.name, kind)
+    fmt: StorageFormat, output: str, scaled: bool, of_bias: str | None, bm: int, stages: int
+) -> tuple[Any, int]:
+    """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles of `bm` tokens and
+    a ring of `stages`; its shared memory in bytes). scaled: tokens have scales."""
+    form = half_stage(fmt.name, "float16")
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
     # weights of all stages, the mbarriers, and the area through which the end of the tile passes.
@@ -170,7 +168,7 @@ def launch(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, *scales) = storage_format(fmt), activations
     scaled, bm, stages = bool(scales), tile_tokens(stored_as, shape), STAGES
-    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm)
+    make = partial(kernel, stored_as, dtype_name(out), scaled, of_bias, bm)
     while make(stages)[1] > shared_memory():  # as many as fit
         stages -= 1
     run, shared_bytes = make(stages)
@@ -188,7 +186,7 @@ KERNEL = Kernel(
     families=("A16",),
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations={"A16": float16_rows},
+    activations={"A16": all_float16_rows},
     launch=launch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),

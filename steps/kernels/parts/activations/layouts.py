@@ -52,10 +52,24 @@ def float16_rows(a: Any, machine: Machine) -> Activations:
     each token's products are to be multiplied."""
     if dtype_name(a) != "float32":
         return Activations((a,), layout="rows")
+    return _rounded(a, machine)
+
+
+def all_float16_rows(a: Any, machine: Machine) -> Activations:
+    """`float16_rows`, but bfloat16 A takes the pass, too: its numbers are float16's in a power of
+    two of their row. So weights need not become bfloat16, which has 8 bits for their 11."""
+    if dtype_name(a) == "float16":
+        return Activations((a,), layout="rows")
+    return _rounded(a, machine)
+
+
+def _rounded(a: Any, machine: Machine) -> Activations:
+    """The pass of `float16_rows`."""
     m, k = a.shape
     rounded = machine.empty((m, k), np.float16)
     token_scales = machine.empty((m,), np.float32)
-    launch = Launch(row_rounder(row_loads(k)), *row_grid(m, k), (a, rounded, token_scales))
+    run = row_rounder(row_loads(k), dtype_name(a))
+    launch = Launch(run, *row_grid(m, k), (a, rounded, token_scales))
     return Activations((rounded, token_scales), (launch,), "rows")
 
 
@@ -98,9 +112,9 @@ class Reading(NamedTuple):
 def reading(make: MakeActivations, source: str) -> Reading:
     """How a kernel that names `make` reads an A of a source. One that cannot read it so reads
     something else: `Reading.source`."""
-    if make is float16_rows and source == GATED:
-        return Reading(gated_rows, GATED, 2, "float16")
-    if make is float16_rows:
+    if make in (float16_rows, all_float16_rows):
+        if source == GATED:
+            return Reading(gated_rows, GATED, 2, "float16")
         return Reading(make, source, 1, source)
     takes = "float32"
     if make is int8_rows:

@@ -134,12 +134,14 @@ def four_halves(x, scale):
 
 
 @cache
-def row_rounder(loads: int) -> Any:
-    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `row_grid` for its launch.
+def row_rounder(loads: int, of: str = "float32") -> Any:
+    """The kernel that rounds A[M, K], C-contiguous and `of` this dtype, float32 or bfloat16, to
+    float16; `row_grid` for its launch.
 
     kernel(a, rounded, token_scales): float16 [M, K], float32 [M]. The values of a row are
     multiplied by a power of two that brings the largest into [2^14, 2^15), and token_scales[m] is
-    its inverse (see `reference.Halves`). See `row_kernel`; `loads` is `row_loads`.
+    its inverse (see `reference.Halves`). A bfloat16 stays what it is, but for bits below 2^-38 of
+    the row's largest. See `row_kernel`; `loads` is `row_loads`.
 
     Inf and NaN spoil their own row: they count as the largest, and stay what they are.
     """
@@ -149,7 +151,7 @@ def row_rounder(loads: int) -> Any:
         first, second = four_halves(x, scale)
         store_u32x2(out, offset, first, second)
 
-    return row_kernel(loads, SOURCES["float32"], exponent, scale, inverse, store_4)
+    return row_kernel(loads, SOURCES[of], exponent, scale, inverse, store_4)
 
 
 # --- int8 -----------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ Arithmetic in bfloat16 would be shorter, and less exact, as scales and minima wo
 of 8 bits: with codes as the smallest bfloat16, multiples of 2^-133, in no more instructions than
 `halves`; or with 128 + code, from which 128 is subtracted first, in two more for two weights.
 
-Step 11 teaches the float16 weights; the steps of that branch read bfloat16 A with these.
+Step 11 teaches the float16 weights. Products of many experts read bfloat16 A with these. Kernels of
+one matrix make A float16 instead (`steps.kernels.parts.activations.layouts.all_float16_rows`).
 """
 
 from __future__ import annotations
