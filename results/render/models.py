@@ -80,7 +80,7 @@ def of_decoder(path: Path) -> Table | None:
     bench, where = _read(path, "bench")
     mixed = bench and any(one.startswith("experts") for one in bench["choices"])
     differ = (
-        "kernels. Experts of the float16 side are torch's `_grouped_mm`."
+        "kernels. Experts of the float16 side are torch's `_grouped_mm` in bfloat16."
         if mixed
         else "kernels, but at batch 1 norms and gates of the exact side are within its products."
     )

@@ -190,8 +190,8 @@ def test_experts_of_the_bench_are_the_same_on_either_side(kernels: Any, monkeypa
     monkeypatch.setattr(torch, "_grouped_mm", by_loop)
     x = torch.randn((1, 128), generator=torch.Generator().manual_seed(0)).half()
     ids, shares = torch.tensor([[7, 1]], dtype=torch.int32), torch.rand(1, 2)
-    found = (one(x, ids, shares).double().numpy() for one in (mine, grouped))
-    assert checks.relative(*found) < 3e-3
+    found = (one(x.to(one.input_dtype(1)), ids, shares) for one in (mine, grouped))
+    assert checks.relative(*(one.double().numpy() for one in found)) < 2e-2  # bfloat16
     assert bench.bytes_of(mine) == 8 * 3 * 128 * 128 // 32 * 18 + 8 * 3 * 128 * 4
 
 

@@ -1,11 +1,11 @@
 """Tokens a second with the shapes of a model and random weights, beside float16 torch.matmul.
 
 Two decoders differ in their products: ours over blocks, and torch's over the same weights in
-float16, those of experts by `torch._grouped_mm`. At batch 1 norms and gates of a dense model are
-within ours (`steps.decoder.deferred`). Weights are random bytes with sensible scales, not quantized
-floats: 1024 rows of each kind of matrix are drawn and packed. Each layer repeats them in memory of
-its own, from another row on, so that all weights come from memory. torch's experts have the memory
-of `COPIES` layers, which is more than a cache holds: all of them would be 58 GB.
+float16, those of experts by `torch._grouped_mm` in bfloat16. At batch 1 norms and gates of a dense
+model are within ours (`steps.decoder.deferred`). Weights are random bytes with sensible scales, not
+quantized floats: 1024 rows of each kind of matrix are drawn and packed. Each layer repeats them in
+memory of its own, from another row on, so that all weights come from memory. torch's experts have
+the memory of `COPIES` layers, which is more than a cache holds: all of them would be 58 GB.
 
 Each case is a CUDA graph of either side. Rounds take turns, and medians are reported:
 
@@ -111,15 +111,16 @@ class Drawn:
 
 
 class GroupedExperts(nn.Module):
-    """Experts by `torch._grouped_mm`, of float16 weights [E, 2 I, K] and [E, K, I]."""
+    """Experts by `torch._grouped_mm` in bfloat16, as that of float16 waits for the GPU; of weights
+    [E, 2 I, K] and [E, K, I]."""
 
     def __init__(self, gate_up: Any, down: Any) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self.gate_up, self.down = (one.bfloat16().transpose(1, 2) for one in (gate_up, down))
         self.k = gate_up.shape[2]
 
     def input_dtype(self, m: int) -> Any:
-        return torch.float16
+        return torch.bfloat16
 
     def forward(self, x: Any, ids: Any, shares: Any) -> Any:
         chosen, order = ids.flatten().sort()
@@ -129,7 +130,7 @@ class GroupedExperts(nn.Module):
         gate, up = y.chunk(2, -1)
         y = torch._grouped_mm(nn.functional.silu(gate) * up, self.down, offs=ends)
         placed = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
-        return torch.bmm(shares.half()[:, None], placed)[:, 0]
+        return torch.bmm(shares.bfloat16()[:, None], placed)[:, 0]
 
 
 def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:

@@ -118,15 +118,16 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
     resident = RESIDENT if size <= 128 else 2
 
     @cuda.jit(device=True, forceinline=True)
-    def norm(x, at, weight, offset, epsilon):
-        """x[at .. at + 7] of each thread of a group, by the root mean square of all of them."""
+    def norm(x, weight, epsilon):
+        """x[0 .. 7] of each thread of a group, by the root mean square of all of them, times eight
+        weights."""
         if normed:
-            squares = dot(x, at, eight_of(x, at)[:4], eight_of(x, at)[4:])
+            squares = dot(x, 0, eight_of(x, 0)[:4], eight_of(x, 0)[4:])
             for step in range(butterfly_steps):
                 squares += shfl_xor(squares, 1 << step)
-            by, w = rsqrt(squares * float32(1 / size) + epsilon), load_floats(weight, offset)
+            by = rsqrt(squares * float32(1 / size) + epsilon)
             for i in range(EIGHT):
-                x[at + i] = x[at + i] * by * w[i]
+                x[i] = x[i] * by * weight[i]
 
     @cuda.jit(device=True, forceinline=True)
     def issue(ring, slot, cache, keys_at, values_at, first, end, lane):
@@ -200,6 +201,9 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             issue(ring, slot, cache, keys_at, values_at, here, end, lane)
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
+        # these here too: behind the wait they would be one latency more
+        w_query = load_floats(of_queries, EIGHT * part) if normed else c
+        w_key = load_floats(of_keys, EIGHT * part) if normed else c
         griddepcontrol_wait()
 
         # --- the queries, in float16
@@ -212,7 +216,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 new[i] = 0
             if o < chunks:
                 put(new, 0, load(qkv, token_at + head * n_head + EIGHT * o))
-            norm(new, 0, of_queries, EIGHT * part, epsilon)
+            norm(new, w_query, epsilon)
             rotate(new, 0, c, r)
             for i in range(EIGHT):
                 new[i] *= scale
@@ -225,24 +229,27 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             if column < queries:
                 query[k] = q[column * q_pitch + 4 * k + pair]
 
-        # --- the new key and value: into the cache, and its score beside those of warps
-        if split == 0 and warp == 0:
-            norm(key, 0, of_keys, EIGHT * part, epsilon)
+        # --- the new key and value: into the cache, and its score beside those of warps, each group
+        # of threads with a query
+        if split == 0:
+            norm(key, w_key, epsilon)
             rotate(key, 0, c, r)
             new_key, new_value = as_halves(key, 0), as_halves(value, 0)
-            if lane < group_threads:
+            if t < group_threads:
                 new_at = int64(p) * size + EIGHT * part
                 store_u32x4(cache, keys_at + new_at, *new_key)
                 store_u32x4(cache, values_at + new_at, *new_value)
                 store_u32x4(added, 4 * part, *new_value)
             put(key, 0, four_floats(new_key[0], new_key[1]))
             put(key, 4, four_floats(new_key[2], new_key[3]))
-            for n in range(queries):
-                w0, w1, w2, w3 = load_u32x4(q, n * q_pitch + 4 * part)
+            for turn in range(turns):
+                n = int32((t + turn * THREADS) >> butterfly_steps)
+                of_query = int32(min(n, int32(queries - 1)))
+                w0, w1, w2, w3 = load_u32x4(q, of_query * q_pitch + 4 * part)
                 score = dot(key, 0, four_floats(w0, w1), four_floats(w2, w3))
                 for step in range(butterfly_steps):
                     score += shfl_xor(score, 1 << step)
-                if lane == 0:
+                if part == 0 and n < queries:
                     tops[new_states + n], totals[new_states + n] = score, float32(1)
 
         # --- the keys before it, 16 of a warp after the other

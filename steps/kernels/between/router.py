@@ -50,7 +50,6 @@ from steps.instructions.approximate import exp2, reciprocal, rsqrt
 from steps.kernels.between.argmax import ordered
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.kernels.between.values import eight_of, put
-from steps.kernels.parts.split_k_reduction import count_block_arrival
 
 WARP: Final = 32
 FOUR: Final = 4
@@ -198,6 +197,11 @@ def kernel(
             for warp in range(warps):
                 logit += products_of[t * warps + warp]
             store_f32(logits, m * experts + block * each + t, logit * by)
+        if t < WARP:  # at once: other stores of the block need not be seen by the last one
+            fence()
+            cuda.syncwarp()
+            if t == 0:
+                before[0] = cuda.atomic.add(arrived, m, 1)
 
         # --- some of the row: every so many-th chunk
         for i in range(chunks):
@@ -209,7 +213,7 @@ def kernel(
                     v[j] = v[j] * by * w[j]
                 store_x(x, row + k, eight_of(v, EIGHT * i))
 
-        count_block_arrival(arrived, m, before, t)
+        cuda.syncthreads()
         if before[0] == blocks - 1:
             fence()
             pick(logits, m * experts, values, keys, best, ids, shares, m, t)
