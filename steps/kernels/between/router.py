@@ -192,16 +192,14 @@ def kernel(
         for warp in range(warps):
             total += squares_of[warp]
         by = rsqrt(total * mean_of + epsilon)
-        if t < each:
-            logit = float32(0)
-            for warp in range(warps):
-                logit += products_of[t * warps + warp]
-            store_f32(logits, m * experts + block * each + t, logit * by)
-        if t < WARP:  # at once: other stores of the block need not be seen by the last one
-            fence()
-            cuda.syncwarp()
-            if t == 0:
-                before[0] = cuda.atomic.add(arrived, m, 1)
+        if t == 0:
+            for o in range(each):
+                logit = float32(0)
+                for warp in range(warps):
+                    logit += products_of[o * warps + warp]
+                store_f32(logits, m * experts + block * each + o, logit * by)
+            fence()  # of these alone: no other store of the block need be seen by the last one
+            before[0] = cuda.atomic.add(arrived, m, 1)
 
         # --- some of the row: every so many-th chunk
         for i in range(chunks):
