@@ -22,10 +22,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # `make test TORCH=1` runs these alone (NEED_TORCH in the Makefile).
 collect_ignore = [] if find_spec("torch") else ["nn", "decoder", "results/test_on_torch.py"]
 
-# Numba makes millions of objects and few circles: looking for circles after every 700 new objects
-# takes a tenth of the time.
+# Numba makes millions of objects and few circles: a compilation leaves 8 MB of them, and looking
+# takes a tenth of its time. Where there is torch they are looked for: its models are larger.
 gc.freeze()
-gc.set_threshold(100_000, 20, 20)
+gc.set_threshold(100_000 if find_spec("torch") else 20_000_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:

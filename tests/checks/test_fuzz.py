@@ -75,15 +75,17 @@ def test_what_it_has_found_is_right_now(line: str) -> None:
 
 
 def _reading() -> list[Any]:
+    """Every step in each family, of one dtype of A, and the next of another."""
     return [
         pytest.param(
             *(step, family, a),
             id=f"step{step.number:02d}-{family}-{a}",
-            marks=() if a == "float32" else pytest.mark.slow,
+            marks=() if i == step.number % len(reads) else pytest.mark.every,
         )
         for step in KERNELS
         for family in step.families
-        for a in inputs(step, family)
+        for reads in [tuple(inputs(step, family))]
+        for i, a in enumerate(reads)
     ]
 
 
@@ -211,13 +213,23 @@ def _changed(at: Any, to: float) -> Any:
     return multiply
 
 
-BY = pytest.mark.parametrize("on_machine", [False, True], ids=["numpy", "machine"])
-"""Who multiplies in float64."""
+def _by(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases, with who multiplies in float64: a machine and NumPy in turns."""
+    return [
+        pytest.param(
+            *case,
+            on_machine,
+            id="-".join([*map(str, case), "machine" if on_machine else "numpy"]),
+            marks=() if on_machine == bool(i % 2) else pytest.mark.every,
+        )
+        for i, case in enumerate(cases)
+        for on_machine in (False, True)
+    ]
 
 
-@BY
 @pytest.mark.parametrize(
-    ("family", "a"), [("A16", "float32"), ("A16", "bfloat16"), ("A8", "float32")]
+    ("family", "a", "on_machine"),
+    _by(("A16", "float32"), ("A16", "bfloat16"), ("A8", "float32")),
 )
 def test_one_output_a_little_beyond_its_bound_is_found(
     family: Any, a: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
@@ -281,17 +293,16 @@ def test_cases_that_share_weights_are_judged_as_alone(via: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "at", "to", "says"),
-    [
+    ("rows", "at", "to", "says", "on_machine"),
+    _by(
         ("nan,plain", 0, 1.0, "5 of 5 outputs of rows with nan hide it, the first at (0, 0)"),
         ("nan,plain", (1, 2), np.nan, "plain rows are not finite, the first at (1, 2): got nan"),
         ("large,plain", (0, 1), np.inf, "large rows are not finite, the first at (0, 1): got inf"),
         ("ones,plain", (0, 3), 0.0, "ones rows are wrong"),
         ("plain", (1, 3), 0.0, "wrong"),
         ("zeros,plain", (0, 3), 1.0, "zeros rows are wrong"),
-    ],
+    ),
 )
-@BY
 def test_wrong_rows_are_found(
     rows: str, at: Any, to: float, says: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """A process of its own for test_kernel_cache.py: loads a launch of step 1 as a process with a GPU
-does, and prints as JSON how many kernels Numba compiled for it, the CPU seconds that it took after
-all imports, and the name and a digest of what the driver would have got.
+does, and prints as a line of JSON how many kernels Numba compiled for it, the CPU seconds that it
+took after all imports, and the name and a digest of what the driver would have got; for each CC.
 
-    python -m tests.compile.cached_process [CC] [--when FILE]
+    python -m tests.compile.cached_process [CC ...] [--when FILE]
 
 With --when it imports all it needs, then waits until that file is there.
 """
@@ -39,10 +39,10 @@ def pretend_gpu(cc: tuple[int, int], loaded: list[Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("cc", nargs="?", default="9.0")
+    parser.add_argument("cc", nargs="*", default=["9.0"])
     parser.add_argument("--when", type=Path)
     asked = parser.parse_args()
-    counted, loaded = [], []
+    counted: list[Any] = []
 
     class Counted(dispatcher._Kernel):
         def __init__(self, *args, **options):
@@ -50,17 +50,20 @@ def main() -> None:
             super().__init__(*args, **options)
 
     dispatcher._Kernel = Counted
-    major, minor = map(int, asked.cc.split("."))
-    pretend_gpu((major, minor), loaded)
     while asked.when and not asked.when.exists():
         time.sleep(0.005)
-    began = time.process_time()
-    own = Choice.of_work(Work(find(1), "A16", "q4_0"), (1, 64, 256)).launches()[-1]
-    launcher.load(own)
-    seconds = time.process_time() - began
-    (code,) = loaded
-    digest = hashlib.sha256(code.cubin).hexdigest()
-    print(json.dumps([len(counted), seconds, code.name, digest]))
+    for cc in asked.cc:
+        loaded: list[Any] = []
+        counted.clear()
+        major, minor = map(int, cc.split("."))
+        pretend_gpu((major, minor), loaded)
+        began = time.process_time()
+        own = Choice.of_work(Work(find(1), "A16", "q4_0"), (1, 64, 256)).launches()[-1]
+        launcher.load(own)
+        seconds = time.process_time() - began
+        (code,) = loaded
+        digest = hashlib.sha256(code.cubin).hexdigest()
+        print(json.dumps([len(counted), seconds, code.name, digest]))
 
 
 if __name__ == "__main__":

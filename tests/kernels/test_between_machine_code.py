@@ -29,6 +29,7 @@ from tests.kernels.between_problems import (
     router_problem,
     swiglu_problem,
 )
+from tests.steps.test_steps_machine_code import sound
 
 EVERY = pytest.mark.every
 REGISTERS = 65536  # of an SM
@@ -91,7 +92,7 @@ def instructions(code: MachineCode) -> list[str]:
     [
         *((name, "sm_90a") for name in LAUNCHES),
         *(
-            pytest.param(name, "sm_80", marks=EVERY if i % 9 else pytest.mark.slow)
+            pytest.param(name, "sm_80", marks=pytest.mark.slow if i == 9 else EVERY)
             for i, name in enumerate(LAUNCHES)
         ),
     ],
@@ -122,7 +123,8 @@ def test_products_have_these_registers(n: int, k: int, before: str) -> None:
     """And a shared memory that leaves room, and an SM each, of which four are free."""
     work = Work(bulk.KERNEL, "A16", "q4_0")
     own = Choice.of_work(work, (1, n, k), "float16", "float16").launches()[-1]
-    code = machine_code(own.kernel, signature_of(own.args))
+    code = sound(own)
+    assert not code.count("LDL", "STL"), code.log
     assert code.registers <= AFTER[before]
     assert own.shared_bytes <= PRODUCT_SHARED
     assert (own.grid, own.block) == ((128, 1, 1), (512,))
@@ -150,14 +152,19 @@ def test_the_next_launch_may_begin_at_once(name: str) -> None:
 
 @pytest.mark.xdist_group("between")
 @pytest.mark.parametrize(
-    ("of_format", "m"),
+    ("name", "of_format", "m"),
     [
-        ("q4_0", 1),
-        pytest.param("q6_k", 8, marks=pytest.mark.slow),
-        *(pytest.param("q4_0", m, marks=EVERY) for m in (2, 8)),
+        ("before", "q4_0", 1),
+        pytest.param("after", "q6_k", 8, marks=pytest.mark.slow),
+        pytest.param("after", "q4_0", 1, marks=EVERY),
+        pytest.param("before", "q6_k", 8, marks=EVERY),
+        *(
+            pytest.param(name, "q4_0", m, marks=EVERY)
+            for name in ("before", "after")
+            for m in (2, 8)
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["before", "after"])
 def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> None:
     """Attention has room beside both, where the format has no minima and no scales of 16 K. The
     first weights are asked for before the wait, and partial sums behind it, all in flight together.
@@ -185,7 +192,7 @@ def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> N
     ("of_format", "m"),
     [
         ("q4_0", 1),
-        pytest.param("q6_k", 8, marks=pytest.mark.slow),
+        pytest.param("q6_k", 8, marks=EVERY),
         pytest.param("q4_0", 8, marks=EVERY),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from steps.product.experts import choose, packed_arrays
 from tests.kernels.between_problems import GUARD, Output, as_floats, of_dtype
 
 NAMES = few.KERNEL.formats
+OFTEN = (("q4_0", 1, False), ("q4_0", 8, True), ("mxfp4", 8, False), ("mxfp4", 1, True))
+"""(format, tokens, whether the slots of a token are added up): what `make test` compiles."""
 
 
 @pytest.fixture(autouse=True)
@@ -227,9 +230,17 @@ def test_gates(tokens: int, gate: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kernels"), [(1, ["summed"]), (3, ["summed"]), (7, ["few", "weighted"])]
+    ("tokens", "chosen", "kernels"),
+    [
+        (1, 1, ["summed"]),
+        (1, 4, ["summed"]),
+        (3, 3, ["summed"]),
+        (7, 3, ["few", "weighted"]),
+        *(pytest.param(1, 3, ["summed"], marks=pytest.mark.every),),
+        *(pytest.param(3, s, ["summed"], marks=pytest.mark.every) for s in (1, 4)),
+        *(pytest.param(7, s, ["few", "weighted"], marks=pytest.mark.every) for s in (1, 4)),
+    ],
 )
-@pytest.mark.parametrize("chosen", [1, 3, 4])
 def test_weighted_sums(tokens: int, kernels: list[str], chosen: int) -> None:
     ids = np.random.default_rng(chosen).integers(0, 4, (tokens, chosen))
     ids[-1, -1] = 0 if tokens == 1 else -1
@@ -260,18 +271,23 @@ def test_which_sums_are_in_the_product() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"router": "float32", "per_slot": True}], ids=str)
-@pytest.mark.parametrize("name", ["q4_0", "mxfp4"])
-def test_machine_code(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens", "summed"),
+    [
+        pytest.param(*one, marks=() if one in OFTEN else pytest.mark.every)
+        for one in itertools.product(("q4_0", "mxfp4"), (1, 8), (False, True))
+    ],
+)
+def test_machine_code(name: str, tokens: int, summed: bool) -> None:
     """Bulk copies and tensor cores; nothing spilled."""
-    for tokens in (1, 8):
-        request = ExpertsRequest(name, tokens, 8, 128, 2048, 768, "float16", "float16", **options)
-        for launch in choose(request, Simulator()).launches():
-            code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
-            assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
-            if launch.kernel.__name__ != "weighted":
-                assert code.count("UBLKCP")
-                assert code.count("HMMA")
+    options: dict[str, Any] = {"router": "float32", "per_slot": True} if summed else {}
+    request = ExpertsRequest(name, tokens, 8, 128, 2048, 768, "float16", "float16", **options)
+    for launch in choose(request, Simulator()).launches():
+        code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+        assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+        if launch.kernel.__name__ != "weighted":
+            assert code.count("UBLKCP")
+            assert code.count("HMMA")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

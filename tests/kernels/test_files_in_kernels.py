@@ -41,8 +41,8 @@ from tests.kernels.passes import RemembersPasses
 
 of_each = pytest.mark.parametrize("name", FILE_FORMATS)
 WORKS = [
-    # of a step every third format in `make test`
-    pytest.param(n, name, marks=pytest.mark.every if (n + i) % 3 else pytest.mark.slow)
+    # of a step every fifth format in `make test`
+    pytest.param(n, name, marks=pytest.mark.every if (n + i) % 5 else pytest.mark.slow)
     for n in (1, 10, 11, 13, 14, 15, 17, 18)
     for i, name in enumerate(FILE_FORMATS)
     if name in kernel_of(n).formats

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python does not name
 LARGE = 2**31
-ROWS = 8  # the last ones of A, which are not zero
+ROWS = 3  # the last ones of A, which are not zero
 FORMAT = "q8_0"
 
 KERNELS = (*ladder(), *ENGINEERED)

@@ -128,7 +128,7 @@ def test_a_ring_of_many_row_tiles(monkeypatch: Any, m: int, n: int, sms: int) ->
 
 
 @SLOW
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [pytest.param(8, marks=EVERY), 64])
 def test_a_block_that_waits_in_vain_computes_the_same_bits(monkeypatch: Any, ranks: int) -> None:
     """One block at a time: none finds the units of those behind it."""
     few_multiprocessors(monkeypatch, 2)
@@ -234,7 +234,7 @@ def llama(m: int, ranks: int, n: int = 4096) -> Launch:
 
 @pytest.mark.xdist_group("low_rank")
 @pytest.mark.parametrize(("m", "ranks"), [
-    pytest.param(1, 8), pytest.param(8, 64, marks=SLOW), pytest.param(16, 64, marks=SLOW),
+    pytest.param(1, 8), pytest.param(8, 64, marks=EVERY), pytest.param(16, 64, marks=SLOW),
 ])  # fmt: skip
 def test_machine_code(m: int, ranks: int) -> None:
     launch = llama(m, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -124,16 +125,23 @@ def test_what_a_layer_packs_first_can_be_unpacked(cc: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "mxfp4"])
-def test_machine_code(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*one, marks=() if i in (1, 2, 4, 7) else pytest.mark.every)
+        for i, one in enumerate(
+            itertools.product(("q4_0", "q5_1", "q6_k", "mxfp4"), ("bfloat16", "float32"))
+        )
+    ],
+)
+def test_machine_code(name: str, dtype: str) -> None:
     """Wide accesses of global memory for codes and values, no spills, no arithmetic in float64."""
     arrays = tiles(np.zeros((128, 4096 // FORMATS[name].elements), FORMATS[name].dtype))
-    for dtype in ("bfloat16", "float32"):
-        panel = np.zeros((128, 1024), array_dtype(dtype))
-        made: Any = unpack.launch("tiles", name, arrays, 4096, 0, panel)
-        code = machine_code(made.kernel, signature_of(made.args), "sm_90a")
-        assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
-        assert code.count("STG") == code.count("STG.E.128") > 0
-        assert code.count("LDS") == code.count("LDS.128") > 0
-        assert code.count("LDG.E.128") > 0
-        assert not code.count("CALL", "DMUL", "DADD", "I2F")
+    panel = np.zeros((128, 1024), array_dtype(dtype))
+    made: Any = unpack.launch("tiles", name, arrays, 4096, 0, panel)
+    code = machine_code(made.kernel, signature_of(made.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert code.count("STG") == code.count("STG.E.128") > 0
+    assert code.count("LDS") == code.count("LDS.128") > 0
+    assert code.count("LDG.E.128") > 0
+    assert not code.count("CALL", "DMUL", "DADD", "I2F")

@@ -24,8 +24,8 @@ from steps.registry import find, source
 COMPILED = 3
 """Steps up to this one are compiled too: `test_walk.py` has a right file of each."""
 
-RINGS = (9, 12, 17)
-"""Those that stand for the others with stages: of int8, of float16, and of few tokens."""
+RINGS = (12, 17)
+"""Those that stand for the others with stages: of many tokens, and of few."""
 
 
 def of_step(number: int) -> pytest.param:

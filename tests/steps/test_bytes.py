@@ -255,7 +255,7 @@ def product(tokens: Tokens, blocks: np.ndarray) -> np.ndarray:
     ["llm", *(pytest.param(d, marks=pytest.mark.slow) for d in ("uniform", "normal", "integer"))],
 )
 def test_a_right_product_is_right(distribution: str, name: str) -> None:
-    for shape in ((33, 40, 1024), (3, 5, 64), (64, 96, 4096)):
+    for shape in ((33, 40, 1024), (3, 5, 64), (16, 24, 4096)):
         problem = Problem(*shape, name, distribution)
         tokens = Tokens.of_values(problem.a)
         found = check(product(tokens, problem.blocks), problem, "A8", tokens)

@@ -13,6 +13,7 @@ import pytest
 
 from steps.contract import Step
 from steps.registry import ladder, path_of
+from tests.steps.works import in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = [step for step in ladder() if step.idea]
@@ -23,7 +24,8 @@ BESIDE = (
 
 # An integer problem has one right result, bit for bit. The shape is ragged in every direction.
 ALONE = """
-import importlib, sys
+import importlib, shutil, sys
+from pathlib import Path
 
 import numpy as np
 from numba import cuda
@@ -42,9 +44,8 @@ class Machine:
         simulate(launch.kernel, launch.grid, launch.block, launch.args,
                  shared_bytes=launch.shared_bytes)
 
-step = importlib.import_module(sys.argv[1]).STEP
-for family in step.families:
-    for name in sys.argv[2].split(","):
+def check(step, name):
+    for family in step.families:
         given = (step.inputs or ("float32",))[0]
         problem = Problem(3, 21, 160, name, "integer", 0, given)
         c = np.full((3, 21), np.nan, step.outputs[0])
@@ -65,8 +66,19 @@ for family in step.families:
         right = x @ w.T
         off = np.abs(c - (right.astype(c.dtype) if exact else right))
         assert (off <= (0 if exact else 2**-11 * np.abs(right) * 1.01)).all(), (family, name, off)
-project = {m.split(".")[1] for m in sys.modules if m.startswith("steps.") and m.count(".") == 1}
-print(*sorted(project))
+
+for lesson in sys.argv[1:]:
+    source, name = lesson.split("=")
+    file = Path("steps", Path(source).name)
+    shutil.copy(source, file)
+    importlib.invalidate_caches()
+    step = importlib.import_module(f"steps.{file.stem}").STEP
+    check(step, name)
+    project = {m.split(".")[1] for m in sys.modules if m.startswith("steps.") and m.count(".") == 1}
+    print(step.name, *sorted(project))
+    file.unlink()
+    del sys.modules[f"steps.{file.stem}"]
+    delattr(sys.modules["steps"], file.stem)
 """
 
 
@@ -93,23 +105,22 @@ def test_what_a_step_is_about_stands_in_its_kernel(step: Step) -> None:
     assert set(step.idea) <= called
 
 
-def test_a_step_runs_alone(step: Step, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_step_runs_alone(half: int, tmp_path: Path) -> None:
+    """In a folder that has no other: one process for half of the lessons, each in one format."""
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "__init__.py").touch()
     for one in BESIDE:
         copy = shutil.copytree if (ROOT / one).is_dir() else shutil.copy
         copy(ROOT / one, tmp_path / one)
-    shutil.copy(ROOT / "steps" / f"{step.name}.py", tmp_path / "steps")
-    formats = "q4_0,q5_1" if "A16" in step.families else "q4_1,q5_0"
-    command = [sys.executable, "-c", ALONE, f"steps.{step.name}", formats]
+    some = LESSONS[half::2]
+    lessons = [f"{path_of(one)}={in_turn(one.number)}" for one in some]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-c", ALONE, *lessons],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) <= {
-        "blocks",
-        "contract",
-        "instructions",
-        "simulator",
-        step.name,
-    }
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in told] == [one.name for one in some]
+    for name, *imported in told:
+        assert set(imported) <= {"blocks", "contract", "instructions", "simulator", name}

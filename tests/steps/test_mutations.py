@@ -1,7 +1,7 @@
 """Every mutation of a step's synchronization is noticed on a CPU, or listed with the reason.
 
-See `tests.steps.mutations`. `make test` tries one of each kind and one of each step, with QUICK=1
-the latter, with ALL=1 all of them.
+See `tests.steps.mutations`. `make test` tries one of each kind, and one of each step that none of
+these is of, with QUICK=1 the latter, with ALL=1 all of them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ PARTS = {"one": (), "kinds": (pytest.mark.slow,), "rest": (pytest.mark.every,)}
 
 @cache
 def part_of(site: Site, label: str) -> str:
-    """The first of each, which is noticed soon; one of each kind and instruction, from those that
-    have it in turn."""
+    """One of each kind and instruction, from those that have it in turn; where a label has none of
+    these, its first, which is noticed soon."""
     own = mutations.own_sites(label)
-    if site == own[0]:
-        return "one"
-    return (
-        "kinds"
-        if (label, site.called, site.kind) in one_of_each_kind()
-        and all(
-            (before.called, before.kind) != (site.called, site.kind)
-            for before in own[: own.index(site)]
-        )
-        else "rest"
-    )
+    kinds = {
+        (one.called, one.kind): one
+        for one in reversed(own)
+        if (label, one.called, one.kind) in one_of_each_kind()
+    }
+    if site in kinds.values():
+        return "kinds"
+    return "one" if site == own[0] and not kinds else "rest"
 
 
 @cache

@@ -72,14 +72,16 @@ def group(kernel: Kernel) -> pytest.MarkDecorator:
 
 def works() -> Iterator[pytest.param]:
     """(work, architecture, sizes). Every format on the newest architecture, which has all the
-    kernels, by turns; one on each older one, and another for the next step; one for each large
-    size, of all that the kernel stores, and another for the next. `make test` takes one format,
-    one older architecture in one family of each step, and the first and the last of its large
-    sizes. A lesson and the kernel that it teaches have different formats."""
+    kernels, by turns; one on each older one; one for each large size, of all that the kernel
+    stores, and another for the next. `make test` takes one format, one older architecture in one
+    family of each step, and the first and the last of its large sizes. A lesson and the kernel that
+    it teaches have different formats. All kernels of a lesson are of the same one: Numba types
+    their device functions once."""
     every = sorted((*ladder(), *ENGINEERED), key=lambda one: -one.number)
     for step in every:  # the longest groups first
         number, large, families = step.number, large_of(step), step.families
         seldom = step in ENGINEERED and number in COMPILED_BY_OTHERS
+        own = next(n for n in WEIGHT_FORMATS if EVERY not in marks_of(step, n, shift=2, formats=1))
         for family, name in itertools.product(families, WEIGHT_FORMATS):
             marks = [EVERY] if seldom else [*marks_of(step, name, shift=2, formats=1)]
             yield one_work(step, family, name, marks=marks)
@@ -89,13 +91,14 @@ def works() -> Iterator[pytest.param]:
                 often = arch == older[number % len(older)] and family == families[number % 2 - 1]
                 often &= size == SMALL[number % 2] and not seldom
                 marks = [pytest.mark.slow if often else EVERY]
-                yield one_work(step, family, in_turn(number + i), arch, size, marks=marks)
+                name = own if often else in_turn(number + i)
+                yield one_work(step, family, name, arch, size, marks=marks)
         # int8 weights are made of five formats, of all others before the launch
         names = STORED if families[-1] == "A16" else WEIGHT_FORMATS
         names = [name for name in names if name in step.formats]
         for i, size in enumerate(large):
             marks = [pytest.mark.slow if size in (large[0], large[-1]) else EVERY]
-            name = names[(number + i) % len(names)]
+            name = own if step not in ENGINEERED else names[(number + i) % len(names)]
             yield one_work(step, families[-1], name, NEWEST, size, marks=marks)
 
 
@@ -339,11 +342,12 @@ def wgmma_tiles() -> Iterator[pytest.param]:
     format and what weights are unpacked to; the end, of a tile and the dtypes. Tiles between two
     powers of two have the registers of neither, and are looked at in one format.
 
-    `make test` takes every other tile of each step for one call, half of these in slices."""
+    `make test` takes three tiles of each step for one call, one of these in slices."""
     for number in (14, 15):
         step = kernel_of(number)
         calls = calls_of(step)
         tiles = sys.modules[step.launch.__module__].TILES
+        last = len(tiles) - 1
         for (i, tile), (j, name) in itertools.product(enumerate(tiles), enumerate(WEIGHT_FORMATS)):
             in_all = name == in_turn(number + i)
             if tile[1] & (tile[1] - 1) and not in_all:
@@ -353,7 +357,11 @@ def wgmma_tiles() -> Iterator[pytest.param]:
             if in_all:
                 kernels += [(call, False) for call in calls if call != first]
                 kernels.append((calls[tile[1] // 16 % len(calls)], True))
-            often = kernels[-1 if i % 4 > 1 else 0] if in_all and (number + i) % 2 == 0 else None
+            often = (
+                kernels[-1 if i == last // 2 else 0]
+                if in_all and i in (1, last // 2, last)
+                else None
+            )
             for call, slices in kernels:
                 label = f"{label_of(step)}-{name}-{tile[0]}x{tile[1]}-{'-'.join(call)}"
                 label += "-slices" * slices
