@@ -146,13 +146,13 @@ CONFIGURATIONS = (
 
 
 def configurations() -> Iterator[pytest.param]:
-    """`make test` runs each in one of the two steps, QUICK=1 one of each place of A for each."""
+    """`make test` runs each in one of the two steps, QUICK=1 each place of A in one."""
     for number in (17, 18):
         for i, configuration in enumerate(CONFIGURATIONS):
             family, name, shape, place = configuration[3:7]
             label = f"step{number}-{family}-{name}-{'x'.join(map(str, shape))}-{place}"
             marks = (pytest.mark.every if (i + number) % 2 else pytest.mark.slow,)
-            if i in (0, 7, 9, 12):
+            if i in (0, 7, 9, 12) and not (i + number) % 2:
                 marks = ()
             yield pytest.param(number, *configuration, id=label, marks=marks)
 
@@ -270,7 +270,7 @@ def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
     """Where M alone would choose another number of warps along K."""
     monkeypatch.setattr(heuristics, "multiprocessors", lambda: 2)
     monkeypatch.setattr(heuristics, "SUMS", 16384)
-    step, n, k = kernel_of(number), 100, 1056
+    step, n, k = kernel_of(number), 68, 672
     problem = Problem(16, n, k, name, "normal", input="float16")
     bits, orders = {}, {False: set(), True: set()}
     for m, invariant in itertools.product((1, 3, 16), (False, True)):
