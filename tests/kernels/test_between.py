@@ -74,7 +74,7 @@ def few_multiprocessors(monkeypatch: Any, count: int) -> None:
         for i, m in enumerate(TOKENS)
         for j, (name, k) in enumerate([("q4_0", 288), ("q4_k", 512)])
         for exact in (True, False)
-        for often in [(i + j) % 2 == 0 and exact == (i < 2)]  # each pair of name and exact
+        for often in [i > 1 and (i + j) % 2 == 0 and exact == (i < 3)]
     ],
 )
 def test_products_around_a_deferred_norm(m: int, name: str, k: int, exact: bool) -> None:
@@ -86,7 +86,14 @@ def test_products_around_a_deferred_norm(m: int, name: str, k: int, exact: bool)
     normed_problem(of, parts=70).run(Simulator(order))
 
 
-@pytest.mark.parametrize(("m", "n", "sms"), [(1, 600, 1), (2, 300, 1), (5, 168, 2), (8, 200, 3)])
+@pytest.mark.parametrize(
+    ("m", "n", "sms"),
+    [
+        (1, 600, 1),
+        (5, 168, 2),
+        *(pytest.param(*one, marks=pytest.mark.every) for one in ((2, 300, 1), (8, 200, 3))),
+    ],
+)
 def test_a_thread_with_several_outputs(monkeypatch: Any, m: int, n: int, sms: int) -> None:
     """Row tiles of one thread block are more than its threads have outputs at a time."""
     few_multiprocessors(monkeypatch, sms)
@@ -127,7 +134,7 @@ def test_a_deferred_norm_has_the_same_bits_again() -> None:
     assert all(one == found[0] for one in found)
 
 
-@pytest.mark.parametrize("growth", [1.0, 0.03, 5e3])
+@pytest.mark.parametrize("growth", [pytest.param(1.0, marks=pytest.mark.every), 0.03, 5e3])
 def test_deferred_norms_beside_launched_ones(growth: float) -> None:
     """Two layers' worth of residual: the same but for the rounding of x, also where the first makes
     it larger by so much or more, or takes most of it away."""
@@ -173,7 +180,7 @@ def test_more_tokens_than_a_thread_has_one_of_are_refused() -> None:
 @pytest.mark.parametrize(
     ("m", "name", "hidden", "k", "sms"),
     [
-        (1, "q4_0", 128, 288, 4),
+        pytest.param(1, "q4_0", 128, 288, 4, marks=pytest.mark.every),
         (2, "q4_k", 128, 256, 8),
         (5, "q8_0", 128, 96, 3),
         (8, "q5_1", 256, 64, 2),

@@ -90,7 +90,10 @@ def instructions(code: MachineCode) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        *((name, "sm_90a") for name in LAUNCHES),
+        *(
+            pytest.param(name, "sm_90a", marks=[EVERY] * (name == "attention, 8 queries"))
+            for name in LAUNCHES
+        ),
         *(
             pytest.param(name, "sm_80", marks=pytest.mark.slow if i == 9 else EVERY)
             for i, name in enumerate(LAUNCHES)
@@ -131,7 +134,10 @@ def test_products_have_these_registers(n: int, k: int, before: str) -> None:
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[EVERY] * (one == "attention, 8 queries")) for one in LAUNCHES],
+)
 def test_the_next_launch_may_begin_at_once(name: str) -> None:
     """PREEXIT comes before the wait. Before the wait come weights of norms and of a router, and of
     attention the position, cos, sin and the first copies of keys and values, which the launch

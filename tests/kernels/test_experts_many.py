@@ -253,7 +253,7 @@ def test_a_ring_of_three_stages(few_sms: None, monkeypatch: pytest.MonkeyPatch) 
     """As large tiles have it: an expert's rows in several tiles, of two experts of four."""
     monkeypatch.setattr(many, "STAGES", 3)
     monkeypatch.setattr(many, "TOKENS", (32,))
-    Case(replace(SMALL, tokens=50, experts=4, n=264, k=416), "same").check(Simulator(5))
+    Case(replace(SMALL, tokens=50, experts=4, n=136, k=416), "same").check(Simulator(5))
 
 
 @pytest.mark.parametrize("output", ["float16", "float32"])

@@ -169,7 +169,13 @@ def test_every_float16_becomes_the_nearest_bfloat16() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "c5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("q4_0", "q5_1", "q8_0", "c5"),
+        *(pytest.param(one, marks=pytest.mark.every) for one in ("q4_1", "q5_0")),
+    ],
+)
 def test_instructions_of_a_fragment(name: str) -> None:
     """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits; as
     bfloat16, three more for two weights."""
@@ -392,9 +398,9 @@ def test_layouts_are_made_of_what_they_hold() -> None:
     [
         (float16_rows, 4096, 4, "float32", 4),
         (float16_rows, 14336, 14, "float32", 2),
-        (float16_rows, 57344, 14, "float32", 2),
+        pytest.param(float16_rows, 57344, 14, "float32", 2, marks=pytest.mark.every),
         (int8_rows, 4096, 4, "float16", 6),
-        (int8_rows, 14336, 14, "float16", 4),
+        pytest.param(int8_rows, 14336, 14, "float16", 4, marks=pytest.mark.every),
         (int8_rows, 14336, 14, "bfloat16", 4),
     ],
 )

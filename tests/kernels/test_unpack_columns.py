@@ -52,8 +52,15 @@ def stored(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return product + offsets, np.abs(product) + np.abs(offsets)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+EACH = [
+    pytest.param(name, dtype, marks=() if j == i % len(DTYPES) else pytest.mark.every)
+    for i, name in enumerate(NAMES)
+    for j, dtype in enumerate(DTYPES)
+]
+"""Every format in one dtype, and the next in another: loads are of a format, stores of a dtype."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), EACH)
 def test_values_are_those_of_the_packed_tiles_rounded_once(name: str, dtype: str) -> None:
     """All columns of a ragged matrix, and some of them. They are the codec's, but where scales are
     rounded: there each scale and each minimum is off by 2^-11 of itself at most."""
@@ -99,8 +106,7 @@ def test_scales_of_mxfp4_that_are_too_small_are_zero() -> None:
     assert not found[:, 64:].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), EACH)
 def test_layouts_before_compute_capability_8(name: str, dtype: str) -> None:
     """The whole matrix at once."""
     (kernel,) = packings(name, (7, 5), "fast")

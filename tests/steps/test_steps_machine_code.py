@@ -75,8 +75,8 @@ def works() -> Iterator[pytest.param]:
     kernels, by turns; one on each older one; one for each large size, of all that the kernel
     stores, and another for the next. `make test` takes one format, one older architecture in one
     family of each step, and the first and the last of its large sizes. A lesson and the kernel that
-    it teaches have different formats. All kernels of a lesson are of the same one: Numba types
-    their device functions once."""
+    it teaches have different formats. All kernels of a lesson, and of one that multiplies int8, are
+    of the same one: Numba types their device functions once."""
     every = sorted((*ladder(), *ENGINEERED), key=lambda one: -one.number)
     for step in every:  # the longest groups first
         number, large, families = step.number, large_of(step), step.families
@@ -97,8 +97,11 @@ def works() -> Iterator[pytest.param]:
         names = STORED if families[-1] == "A16" else WEIGHT_FORMATS
         names = [name for name in names if name in step.formats]
         for i, size in enumerate(large):
-            marks = [pytest.mark.slow if size in (large[0], large[-1]) else EVERY]
-            name = own if step not in ENGINEERED else names[(number + i) % len(names)]
+            often = size in (large[0], large[-1])
+            name = names[(number + i) % len(names)]
+            if often and (step not in ENGINEERED or families[-1] == "A8"):
+                name = own
+            marks = [pytest.mark.slow if often else EVERY]
             yield one_work(step, families[-1], name, NEWEST, size, marks=marks)
 
 
@@ -342,14 +345,16 @@ def wgmma_tiles() -> Iterator[pytest.param]:
     format and what weights are unpacked to; the end, of a tile and the dtypes. Tiles between two
     powers of two have the registers of neither, and are looked at in one format.
 
-    `make test` takes three tiles of each step for one call, one of these in slices."""
+    `make test` takes three tiles of each step for one call, in one format, one of these in
+    slices."""
     for number in (14, 15):
         step = kernel_of(number)
         calls = calls_of(step)
         tiles = sys.modules[step.launch.__module__].TILES
         last = len(tiles) - 1
+        three = 1, last // 2, last
         for (i, tile), (j, name) in itertools.product(enumerate(tiles), enumerate(WEIGHT_FORMATS)):
-            in_all = name == in_turn(number + i)
+            in_all = name == in_turn(number + (0 if i in three else i))
             if tile[1] & (tile[1] - 1) and not in_all:
                 continue
             first = calls[(i + j) % len(step.outputs)]
@@ -357,11 +362,7 @@ def wgmma_tiles() -> Iterator[pytest.param]:
             if in_all:
                 kernels += [(call, False) for call in calls if call != first]
                 kernels.append((calls[tile[1] // 16 % len(calls)], True))
-            often = (
-                kernels[-1 if i == last // 2 else 0]
-                if in_all and i in (1, last // 2, last)
-                else None
-            )
+            often = kernels[-1 if i == last // 2 else 0] if in_all and i in three else None
             for call, slices in kernels:
                 label = f"{label_of(step)}-{name}-{tile[0]}x{tile[1]}-{'-'.join(call)}"
                 label += "-slices" * slices
