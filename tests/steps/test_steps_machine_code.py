@@ -74,7 +74,8 @@ def works() -> Iterator[pytest.param]:
     """(work, architecture, sizes). Every format on the newest architecture, which has all the
     kernels, by turns; one on each older one; one for each large size, of all that the kernel
     stores, and another for the next. `make test` takes one format, one older architecture in one
-    family of each step, and the first and the last of its large sizes. A lesson and the kernel that
+    family of each step, and the first and the last of its large sizes, where it has some beside one
+    small one. A lesson and the kernel that
     it teaches have different formats. All kernels of a lesson, and of one that multiplies int8, are
     of the same one: Numba types their device functions once."""
     every = sorted((*ladder(), *ENGINEERED), key=lambda one: -one.number)
@@ -84,7 +85,12 @@ def works() -> Iterator[pytest.param]:
         own = next(n for n in WEIGHT_FORMATS if EVERY not in marks_of(step, n, shift=2, formats=1))
         for family, name in itertools.product(families, WEIGHT_FORMATS):
             marks = [EVERY] if seldom else [*marks_of(step, name, shift=2, formats=1)]
-            yield one_work(step, family, name, marks=marks)
+            if EVERY in marks or not large:
+                yield one_work(step, family, name, marks=marks)
+                continue
+            for i, size in enumerate(SMALL):  # large ones come below
+                of_size = marks if i == number % 2 else [EVERY]
+                yield one_work(step, family, name, NEWEST, size, marks=of_size)
         older = [arch for arch, cc in OLDER.items() if cc >= step.min_cc]
         for i, arch in enumerate(older):
             for family, size in itertools.product(families, SMALL):

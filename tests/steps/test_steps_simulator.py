@@ -25,38 +25,50 @@ from steps.kernels.prefill import mma_tiles
 from steps.registry import find, kernel_of
 from tests.kernels.passes import RemembersPasses
 from tests.steps.test_bytes import product
-from tests.steps.works import WITH_LESSONS, WORKS, by_turn, in_turn, input_of, label_of
+from tests.steps.works import ENGINEERED, WITH_LESSONS, WORKS, by_turn, in_turn, input_of, label_of
 
 DESCENDING = -1
 
 
-def in_one_family_of_each() -> list[pytest.param]:
-    """In three formats; where a step has two families, whose tiles are the same, the first of them
-    in one."""
-    return [
-        one
-        for work in WORKS
-        for one in by_turn(
-            [work], formats=3 if work.values[1] == work.values[0].families[-1] else 1
-        )
-    ]
+def check_cases() -> Iterator[pytest.param]:
+    """(step, family, format, whether the golden case and the largest sums are tried, whether the
+    shapes). In three formats; where a step has two families, whose tiles are the same, the first of
+    them in one. `make test` tries the golden case and the largest sums in the first of the formats,
+    but where integers of 16 bits are added up, and their number is one of the format."""
+    for work in WORKS:
+        step, family, name = work.values
+        formats = 3 if family == step.families[-1] else 1
+        ((_, _, _, *marks),) = [(*each.values, *each.marks) for each in by_turn([work], 0, formats)]
+        first = turn_of(step, name) == (1 if step in ENGINEERED else 0)
+        if first or step.number in (4, 5) or pytest.mark.every in marks:
+            yield pytest.param(step, family, name, True, True, id=work.id, marks=marks)
+        else:
+            yield pytest.param(step, family, name, False, True, id=work.id, marks=marks)
+            label = f"{work.id}-extreme"
+            yield pytest.param(step, family, name, True, False, id=label, marks=pytest.mark.every)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), in_one_family_of_each())
-def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
+def turn_of(step: Kernel, name: str) -> int:
+    return next(i for i in range(5) if name == in_turn(step.number + 2 * i))
+
+
+@pytest.mark.parametrize(("step", "family", "name", "extremes", "shapes"), list(check_cases()))
+def test_right_on_check_shapes(
+    step: Kernel, family: Family, name: str, extremes: bool, shapes: bool
+) -> None:
     """A third of the shapes in each format, all of them in the three that `make test` runs; of a
     kernel whose lesson has one of the three, half of them. Distributions, seeds and lane orders go
-    round too. The golden case and the largest sums in each."""
-    turn = next(i for i in range(5) if name == in_turn(step.number + 2 * i))
-    parts = 3 if isinstance(step, Step) else 2
+    round too."""
+    turn, parts = turn_of(step, name), 3 if isinstance(step, Step) else 2
 
     def some(work: Work) -> tuple[Case, ...]:
         golden, extreme, *others = cases(name, simulated=True, step=step)
         assert extreme.distribution == "extreme"
-        return (golden, extreme, *others[turn % parts :: parts])
+        return (golden, extreme)[: 2 * extremes] + tuple(others[turn % parts :: parts] * shapes)
 
     outcomes = check_works([Work(step, family, name)], some, RemembersPasses)
-    assert outcomes.each[0].cases == 2 + len(CHECK_SHAPES[turn % parts :: parts])
+    of_shapes = len(CHECK_SHAPES[turn % parts :: parts])
+    assert outcomes.each[0].cases == 2 * extremes + of_shapes * shapes
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
