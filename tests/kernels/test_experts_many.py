@@ -19,7 +19,7 @@ from reference.product import same_operands
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
-from steps.kernels.experts import few, many, routing
+from steps.kernels.experts import few, many, rounded, routing
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.gates import gated
 from steps.product.experts import choose
@@ -83,6 +83,26 @@ def test_positions_by_expert_on_a_gpu() -> None:
             ids = rng.integers(-1, experts, shape, endpoint=True).astype(dtype)
             check_routing(ids, experts, machine)
     check_routing(np.zeros((4096, 8), np.int32), 128, machine)
+
+
+# --- A to int8 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_become_int8_as_in_dense_products(dtype: str) -> None:
+    """Bit for bit: a NaN and an infinity spoil their own rows, of rows that a block does not
+    fill."""
+    given = np.random.default_rng(1).standard_normal((11, 288), dtype=np.float32)
+    given[3, 7], given[5, 287], given[8] = np.nan, np.inf, 0
+    a, machine = as_dtype(given, dtype), Simulator(3)
+    made = rounded.rounded_rows(machine.array(a), machine)
+    machine.run(made.launches[0])
+    codes, scales = map(machine.host, made.arrays)
+    wanted = Tokens.of_values(float64_of(a).astype(np.float32))
+    np.testing.assert_array_equal(codes, wanted.q)
+    np.testing.assert_array_equal(scales, wanted.d)
+    long = np.zeros((1, 128 * rounded.MOST_LOADS + 32), np.float16)
+    assert rounded.rounded_rows(long, machine).launches[0].kernel.__name__ == "by_rows"
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -25,11 +25,14 @@ Why it should help
     once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
     weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP,
     and tiles of 144 rows multiply 1.14 times as many: 510 us at 690 TFLOPS.
+    "fast" is the same with int8: A with a scale a token (`rounded`), weights requantized with one a
+    row, of which step 15 tells. A stage of A is half as large, and a tile has half the cycles.
 What it costs
     The copies of A are instructions, 64 of a warp for a stage of 128 tokens. A pass that sorts A
-    first would write and read 134 MB at 4096 tokens: 60 us.
+    first would write and read 134 MB at 4096 tokens: 60 us. Boxes of a tensor map that are one row
+    high need none, and take 26 cycles each: twice as long.
 Machine code
-    HGMMA with its A from registers, LDGSTS.BYPASS.128, UBLKCP, no spills.
+    HGMMA, or IGMMA, with its A from registers, LDGSTS.BYPASS.128, UBLKCP, no spills.
 Prerequisites
     Step 14, `routing` and `scatter`.
 """
@@ -102,8 +105,9 @@ from steps.kernels.experts.contract import (
     ExpertsOperands,
     ExpertsRequest,
 )
+from steps.kernels.experts.rounded import rounded_rows
 from steps.kernels.experts.scatter import scatter
-from steps.kernels.parts.activations.layouts import float16_rows, int8_rows
+from steps.kernels.parts.activations.layouts import float16_rows
 from steps.kernels.parts.epilogue.half_tile import WARPGROUP
 from steps.kernels.parts.weights.int8 import byte_format
 from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
@@ -121,11 +125,12 @@ TOKENS: Final = tuple(range(16, 161, 16))
 
 
 def most_tokens(bits: int, fast: bool, scaled: bool, gated: bool) -> int:
-    """Tokens of a tile at most: 160 sums of a thread leave 64 registers, enough for weights of 4
-    bits, for tokens without scales, and for int8 whose two sums become one output."""
+    """Tokens of a tile at most. 160 sums of a thread leave 64 registers: enough for weights of 4
+    bits, for tokens without scales, and for int8 whose two sums become one output. Of more bits 128
+    tokens leave a ring of four stages, with which an H200 is faster than with 144 and three."""
     if fast:
         return 160 if gated else 128
-    return 128 if scaled else 160 if bits == 4 else 144
+    return 160 if bits == 4 and not scaled else 128
 
 
 WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
@@ -138,7 +143,7 @@ H200_ROWS: Final = 6
 
 STAGES: Final = 8  # of the ring, at most
 STAGINGS: Final = ((32, 2), (16, 2), (16, 1))  # of `scatter`, the last for the sake of a stage
-STAGGER: Final = 2  # stages by which the first warpgroup begins before the other
+STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (224, 56)  # of consumers and producers: 2 x 224 + 56 are the 504 of 3 x 168
 ROWS_AT_ONCE: Final = 4  # that a warp of the producer copies together, 64 K of each
 BOX_ROW: Final = 2 * BOX_K  # bytes
@@ -200,7 +205,7 @@ def kernel(
     area_at = ceil_div(ring.end, 128) * 128
     sum_kind = int32 if of_bytes else float32
     end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind)
-    load_positions, put_tokens = end.load_positions, end.put_tokens
+    load_tokens, put_tokens = end.load_tokens, end.put_tokens
     load_features = end.load_features
     sums, gated, store, wait_for_stores = end.sums, end.gated, end.store, end.wait_for_stores
     # of int32: a table of rows of A for each producer warp, then offsets[E + 1], first_tile[E + 1]
@@ -377,7 +382,7 @@ def kernel(
         while tile_id < tiles_c:
             expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
             acc, acc1, step, half = no_sums(), no_sums(), int32(0), int32(0)
-            positions = load_positions(rows, first, there)
+            tokens = load_tokens(rows, token_scales, first, there, slots)
             while True:
                 # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
                 # newest product running: registers of the other are free. It is a loop, and not
@@ -415,10 +420,11 @@ def kernel(
             others_begin = int32(-1)
             n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
             # loads, while the last products run
+            n1 = int32(n if is_gated else n + HALF)
             u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
-            if is_gated:
-                u1 = load_features(row_scales, bias, expert, n, groups, N, 1)
-            put_tokens(positions, token_scales, slots)
+            if acc_halves == 2:
+                u1 = load_features(row_scales, bias, expert, n1, groups, N, 1 if is_gated else 0)
+            put_tokens(tokens)
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
             release(memory, previous, lane == 0)
             x = cuda.local.array(n_acc, float32)
@@ -429,10 +435,10 @@ def kernel(
                 gated(x, y)
             store(x, c, there, n, N)
             if acc_halves == 2 and not is_gated:
-                z, n = cuda.local.array(n_acc, float32), int32(n + HALF)
-                sums(z, acc1, load_features(row_scales, bias, expert, n, groups, N, 0))
+                z = cuda.local.array(n_acc, float32)
+                sums(z, acc1, u1)
                 wait_for_stores()
-                store(z, c, there, n, N)
+                store(z, c, there, n1, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -488,7 +494,7 @@ def launches(
 ) -> tuple[Launch, ...]:
     """All launches: the pass that rounds float32 A, or A to int8 where it is `fast`, the routing,
     the product, and the sum over a token's experts, of products in the dtype of C."""
-    activations = (int8_rows if fast else float16_rows)(given.a, machine)
+    activations = (rounded_rows if fast else float16_rows)(given.a, machine)
     rows_type, offsets_type = routing.sizes(request.slots, request.experts)
     rows, offsets = machine.empty(*rows_type), machine.empty(*offsets_type)
     c = given.out

@@ -37,10 +37,10 @@ class Scatter:
     """Device functions of a warpgroup with 64 features of a tile of some tokens.
 
     area_bytes: of shared memory for each warpgroup, from a multiple of 128 on
-    load_positions(rows, first, there) -> positions
-        rows of C of two tokens: the thread's number in its warpgroup, and 128 more
-    put_tokens(positions, token_scales, slots)
-        the same of all tokens to the area, and their scales, before `sums`
+    load_tokens(rows, token_scales, first, there, slots) -> tokens
+        rows of C and scales of two tokens: the thread's number in its warpgroup, and 128 more
+    put_tokens(tokens)
+        the same of all tokens to the area, before `sums`
     load_features(row_scales, bias, expert, n, groups, N, half) -> u, as of `load_two_features`
         row scales and biases of the thread's two features, of the warpgroup's 64 from feature n
         of C on; where there is a gate, of the gates (half 0) or of the ups (1)
@@ -55,7 +55,7 @@ class Scatter:
     """
 
     area_bytes: int
-    load_positions: Any
+    load_tokens: Any
     put_tokens: Any
     load_features: Any
     sums: Any
@@ -99,12 +99,20 @@ def scatter(
         return u, v, d, load_bias(bias, first + min(int32(own + 8), int32(end - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_positions(rows, first, there):
-        t, last = int32(cuda.threadIdx.x & (WARPGROUP - 1)), int32(there - 1)
-        position = other = int32(load_u32(rows, int32(first + min(t, last))))
+    def load_token(rows, token_scales, first, r, there, slots):
+        position = int32(load_u32(rows, int32(first + min(r, int32(there - 1)))))
+        if scaled:
+            return position, load_f32(token_scales, int32(uint32(position) // uint32(slots)))
+        return position, float32(1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_tokens(rows, token_scales, first, there, slots):
+        t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
+        one = load_token(rows, token_scales, first, t, there, slots)
         if tokens > WARPGROUP:
-            other = int32(load_u32(rows, int32(first + min(int32(WARPGROUP + t), last))))
-        return position, other
+            other = load_token(rows, token_scales, first, int32(WARPGROUP + t), there, slots)
+            return one, other
+        return one, one
 
     @cuda.jit(device=True, forceinline=True)
     def table_at():
@@ -116,19 +124,18 @@ def scatter(
         barrier_sync(1 + int32(cuda.threadIdx.x // WARPGROUP), WARPGROUP)
 
     @cuda.jit(device=True, forceinline=True)
-    def put_tokens(loaded, token_scales, slots):
-        """Once nobody reads the table of the tile before. Positions are in registers long before a
-        tile ends: loads between the stores to C would each take a trip to the L2."""
+    def put_tokens(loaded):
+        """Once nobody reads the table of the tile before. Positions and scales are in registers
+        long before a tile ends: loads between the stores to C would each take a trip to the L2."""
         positions = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
         scales = cuda.shared.array(0, float32, alignment=128)
         t, at = int32(cuda.threadIdx.x & (WARPGROUP - 1)), table_at()
         wait_for_stores()
         for i in range(each):
             if i * WARPGROUP + t < tokens:
-                positions[at + i * WARPGROUP + t] = loaded[i]
+                positions[at + i * WARPGROUP + t] = loaded[i][0]
                 if scaled:
-                    token = int32(uint32(loaded[i]) // uint32(slots))
-                    scales[at + table + i * WARPGROUP + t] = load_f32(token_scales, token)
+                    scales[at + table + i * WARPGROUP + t] = loaded[i][1]
         if scaled or to_floats:  # else the barrier between stores to the area and loads serves
             wait_for_stores()
 
@@ -211,5 +218,5 @@ def scatter(
 
     store = store_floats if to_floats else store_halves
     return Scatter(
-        area_bytes, load_positions, put_tokens, load_features, sums, gated, store, wait_for_stores
+        area_bytes, load_tokens, put_tokens, load_features, sums, gated, store, wait_for_stores
     )
