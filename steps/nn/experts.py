@@ -4,6 +4,7 @@
 
     layer = QuantExperts.from_float(module, "q4_0")         # Qwen3-MoE's, Mixtral's, gpt-oss's
     layer = QuantExperts(gate, up, down)                    # of (blocks, format) each
+    layer = QuantExperts.from_gguf(gate, up, down)          # of a file's ffn_{gate,up,down}_exps
     y = layer(hidden_states, top_k_index, top_k_weights)    # as the experts of transformers
 
 On a GPU a call is two products (`steps.product.experts`): gates and ups with silu(gate) * up, or
@@ -284,6 +285,12 @@ class QuantExperts(nn.Module):
         for name, (blocks, _) in given.items():
             self.register_buffer(f"{name}_blocks", blocks)
         for name, bias in zip(PARTS, biases or (None, None, None), strict=True):
+            rows = self.hidden if name == "down" else self.inner
+            if bias is not None and tuple(bias.shape) != (self.num_experts, rows):
+                raise ValueError(
+                    f"the bias of {name} must have shape {[self.num_experts, rows]}, got "
+                    f"{list(bias.shape)}"
+                )
             made = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
             self.register_parameter(f"{name}_bias", made)
         where = gate[0].device
@@ -309,6 +316,39 @@ class QuantExperts(nn.Module):
         act_fn, biases = getattr(module, "act_fn", "clamped"), _biases(module)
         made = cls(gates, ups, downs, act_fn, biases, accuracy=accuracy)
         return made.train(module.training).to(gate_up.device)
+
+    @classmethod
+    def from_gguf(
+        cls, gate: Any, up: Any, down: Any,
+        act_fn: Callable[[Tensor], Tensor] | str = torch.nn.functional.silu, biases: Any = None,
+        *, accuracy: str = "exact",
+    ) -> QuantExperts:  # fmt: skip
+        """Of tensors of a file (`qformats.gguf_file.Tensor`), on the CPU; blocks are copied.
+
+        gate, up, down : ffn_gate_exps [E, I, K], ffn_up_exps [E, I, K], ffn_down_exps [E, K, I].
+        act_fn, accuracy : see `QuantExperts`.
+        biases : None, or the three tensors of biases of the file, or of torch.
+        Raises ValueError for a type that no kernel takes, and for shapes that do not fit.
+        """
+        parts = []
+        for tensor in (gate, up, down):
+            if tensor.type not in TAKEN:
+                raise ValueError(
+                    f"{tensor.name} is {tensor.type} and the kernels take {', '.join(TAKEN)}"
+                )
+            if len(tensor.shape) != 3:
+                raise ValueError(
+                    f"{tensor.name} has shape {list(tensor.shape)}: experts are [E, N, K]"
+                )
+            array = np.array(tensor.array, order="C")
+            parts.append((torch.from_numpy(array.view(np.uint8)), tensor.type))
+        if biases is not None:
+            biases = tuple(
+                one if torch.is_tensor(one) else torch.from_numpy(np.array(one.values()))
+                for one in biases
+            )
+        gates, ups, downs = parts
+        return cls(gates, ups, downs, act_fn, biases, accuracy=accuracy)
 
     @classmethod
     def empty(cls, module: Any, formats: dict[str, str], accuracy: str = "exact") -> QuantExperts:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -72,6 +72,10 @@ from steps.product.prepared import Kept, Prepared
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
     from steps.driver.machines import Gpu, Simulator
+
+
+MOST_OF_A: Final = 8 << 32
+"""Values of A, of 16 bits: kernels count 16-byte chunks of it in 32 bits."""
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -438,6 +442,11 @@ def require_product(request: ExpertsRequest) -> None:
             raise ValueError(
                 f"{name} is {size} and kernels count to {MOST_OF_A_SIDE}: multiply a part at a time"
             )
+    if request.a_rows * request.k > MOST_OF_A:
+        raise ValueError(
+            f"a has {request.a_rows} x {request.k} values and kernels count to {MOST_OF_A}: "
+            "multiply a part at a time"
+        )
     if request.gate is not None and request.gate not in GATES:
         raise ValueError(f"gate is {request.gate!r}: it must be one of {', '.join(GATES)}, or None")
     if request.gate is not None and request.n % (2 * TILE_ROWS):
