@@ -183,6 +183,49 @@ def test_all_tokens_choose_one_expert(tokens: int) -> None:
     case(tokens, 2, 3, 32, 128, ids=np.ones((tokens, 2), np.int32)).check()
 
 
+@pytest.mark.parametrize(
+    ("ways", "tokens", "where"),
+    [((), 3, "ring"), ((), 1, "ring"), (few.H200_RESIDENT, 3, "tokens"), (None, 20, "groups")],
+)
+def test_where_a_lies(ways: Any, tokens: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows come with the weights, or are copied once: of all tokens, or of a block's groups."""
+    monkeypatch.setattr(few, "H200_RESIDENT", few.H200_RESIDENT if ways is None else ways)
+    one = case(tokens, 2, 3, 48, 160, per_slot=where == "groups")
+    how = few.variant(one.request, False)
+    assert where == ("ring" if not how.resident else "tokens" if how.by_token else "groups")
+    one.check()
+
+
+@pytest.mark.parametrize("ways", [few.H200_RESIDENT, ()])
+def test_a_warp_goes_on_to_another_group(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 items of ten groups for 16 warps."""
+    monkeypatch.setattr(few, "H200_RESIDENT", ways)
+    monkeypatch.setattr(few, "multiprocessors", lambda: 1)
+    ids = np.arange(20).reshape(10, 2) % 10
+    case(10, 2, 10, 100, 32, ids=ids, per_slot=True).check()
+
+
+def test_rows_of_all_groups_of_a_thread_block_have_room() -> None:
+    rng = np.random.default_rng(3)
+    most = 0.0
+    for _ in range(400):
+        tokens, chosen, experts = (int(rng.integers(1, top)) for top in (100, 9, 60))
+        n, columns = int(rng.integers(1, 1500)), 1 if tokens == 1 else 8
+        ids = rng.integers(0, experts if rng.random() < 0.7 else 1, tokens * chosen)
+        request = ExpertsRequest("q4_0", tokens, chosen, experts, n, 32, per_slot=True)
+        room, by_token = few.resident_rows(request, columns, 1024)
+        counts = np.ones(chosen, int) if tokens == 1 else np.bincount(ids)
+        groups = [min(columns, count - i) for count in counts for i in range(0, count, columns)]
+        pairs = -(-n // 32)
+        blocks, items = min(3, request.slots * pairs), len(groups) * pairs
+        shares = [(items * b // blocks, items * (b + 1) // blocks) for b in range(blocks)]
+        rows = max(sum(groups[i // pairs : (end - 1) // pairs + 1]) for i, end in shares if i < end)
+        assert rows <= room
+        assert not by_token
+        most = max(most, rows / room)
+    assert most == 1.0
+
+
 def test_more_slots_than_a_table_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "ROOM", (16,))
     case(13, 3, 4, 32, 64).check()
@@ -234,11 +277,14 @@ def test_gates(tokens: int, gate: str) -> None:
     [
         (1, 1, ["summed"]),
         (1, 4, ["summed"]),
-        (3, 3, ["summed"]),
+        (3, 3, ["few", "weighted"]),
         (7, 3, ["few", "weighted"]),
         *(pytest.param(1, 3, ["summed"], marks=pytest.mark.every),),
-        *(pytest.param(3, s, ["summed"], marks=pytest.mark.every) for s in (1, 4)),
-        *(pytest.param(7, s, ["few", "weighted"], marks=pytest.mark.every) for s in (1, 4)),
+        *(
+            pytest.param(t, s, ["few", "weighted"], marks=pytest.mark.every)
+            for t in (3, 7)
+            for s in (1, 4)
+        ),
     ],
 )
 def test_weighted_sums(tokens: int, kernels: list[str], chosen: int) -> None:
@@ -260,13 +306,12 @@ def test_a_weighted_sum_of_float32() -> None:
 
 
 def test_which_sums_are_in_the_product() -> None:
-    """Few tokens, where about as many thread blocks as SMs have a row tile each."""
+    """Of one token, where about as many thread blocks as SMs have a row tile each."""
 
-    def suits(tokens: int, row_tiles: int, experts: int = 128) -> bool:
-        return summed.suits(ExpertsRequest("q4_0", tokens, 8, experts, 16 * row_tiles, 32))
+    def suits(tokens: int, row_tiles: int) -> bool:
+        return summed.suits(ExpertsRequest("q4_0", tokens, 8, 128, 16 * row_tiles, 32))
 
-    assert [suits(t, 3) for t in (1, 4, 5)] == [True, True, False]
-    assert [suits(t, 3, 127) for t in (1, 3, 4)] == [True, True, False]
+    assert [suits(t, 3) for t in (1, 2, 4)] == [True, False, False]
     assert [suits(1, n) for n in (1, 2, 4, 5, 6)] == [False, False, False, False, True]
 
 

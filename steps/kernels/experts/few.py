@@ -16,17 +16,19 @@ What is new
 
     A warp writes the items that are its own. Of others it leaves its sums in shared memory, and
     when all warps are done one of them adds these up, in the order of K.
-    A comes with the weights, in the same stage of the warp's ring: the rows of the group's tokens,
-    wherever they are. Where all tokens' rows have room they are copied once instead, and an mma
-    takes each of its columns from the row of another token.
+    A lies in shared memory: the rows of all tokens, or of the groups that the thread block has a
+    share of, two or three of them. An mma takes each of its columns from the row of another token.
+    Memory serves requests in their order, so A is asked for before the weights, and where the
+    launch before still writes it, after two stages of them. Where K is so long that these rows have
+    no room, those of a group come with its weights, in the same stage of the warp's ring.
 Why it should help
     A weight is read once however many tokens chose its expert, and as many bytes are in flight as
     in step 18. One token of 8 experts of 1536 x 2048 in Q4_0 is 14.2 MB: 3.4 us of an H200's
     memory, and two until the first weights arrive, as ids come first.
 What it costs
-    A is read again for each pair of row tiles, from the L2: 2 KB at most beside 2.3 KB of weights.
-    Which warps share an item depends on how many groups there are. So a row of C has the same bits
-    in every run, but not beside other tokens.
+    The host knows how many groups there are at most, not how many there are: shared memory has
+    room for the rows of up to 24 tokens where 5 are usual. Which warps share an item depends on how
+    many groups there are. So a row of C has the same bits in every run, but not beside others.
 Machine code
     UBLKCP and HMMA in the loop, no LDG; SHFL and ATOMS only before it.
 Prerequisites
@@ -83,9 +85,6 @@ NAN: Final = math.nan
 COLUMNS: Final = (1, 2, 4, 8)
 """Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
 
-H200_RESIDENT: Final = 16
-"""Tokens of an A [T, K] that lies in shared memory as a whole, where there is room."""
-
 ROOM: Final = (128, 512, 1024)
 """Products of a token with an expert that a thread block has tables for, the first that all fit in;
 more than the last are another thread block's."""
@@ -96,8 +95,10 @@ EXPERTS: Final = 128
 CHUNK: Final = 16
 """Bytes of the widest store."""
 
+H200_RESIDENT: Final = ((16, 2),)
 H200_SHAPES: Final = ((16, 3), (16, 2), (8, 4), (8, 3), (8, 2), (4, 2))
-"""(warps, stages of each one's ring): the first that fits."""
+"""(warps, stages of each one's ring): the first that fits, with A in shared memory, then with A in
+the ring. More stages in flight were no faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,10 @@ class Variant:
     tokens    : of a group at most
     warps     : of a thread block; stages: of a warp's ring
     slot_bytes: of a stage: the packed tiles of a pair of row tiles, and the A of a group
-    resident  : bytes from row to row of an A that is all in shared memory, beside the ring; 0 where
-                the rows of a group come with the weights
-    a_rows    : so many rows
+    resident  : bytes from row to row of A in shared memory, beside the ring; 0 where the rows of a
+                group come with the weights
+    a_rows    : so many rows: those of all tokens, or of the groups that a thread block has at most
+    by_token  : which of the two
     room      : slots that there are tables for
     experts   : places for counts
     gate      : see `ExpertsRequest`
@@ -123,6 +125,7 @@ class Variant:
     slot_bytes: int
     resident: int
     a_rows: int
+    by_token: bool
     room: int
     experts: int
     gate: str | None
@@ -146,13 +149,19 @@ class Variant:
 
     @property
     def sums_at(self) -> int:
-        """And where sums of shared items begin, two for each warp; before, what `route` uses."""
+        """And where sums of items that other warps began are, one for each warp; before, what
+        `route` uses."""
         return self.a_at + self.resident * self.a_rows
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the sums of an item. A single token is in all columns: half of them are enough."""
+        return 4 * WARP * SUMS // (2 if self.tokens == 1 else 1)
 
     @property
     def groups_at(self) -> int:
         """And the list of groups."""
-        return self.sums_at + 2 * self.warps * SUM_BYTES
+        return self.sums_at + self.warps * self.sum_bytes
 
     @property
     def order_at(self) -> int:
@@ -167,9 +176,6 @@ class Variant:
 
 SUMS: Final = 4 * PAIR
 """Of a lane, of an item: see `steps.kernels.decode.product.Product`."""
-
-SUM_BYTES: Final = 4 * WARP * SUMS
-
 
 # --- the end of an item ---------------------------------------------------------------------------
 
@@ -251,7 +257,8 @@ def kernel(
     weights = PAIR * tile_bytes
     bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
     columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
-    resident, a_at, a_rows = how.resident, how.a_at, how.a_rows
+    resident, a_at, a_rows, by_token = how.resident, how.a_at, how.a_rows, how.by_token
+    sum_bytes, sum_step = how.sum_bytes, 2 if tokens == 1 else 1
     bar_of_a, n_totals = bars_at + 8 * warps * stages, warps + 1
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
@@ -262,25 +269,31 @@ def kernel(
         return e, place, here, int32(item - group * pairs)
 
     @cuda.jit(device=True, forceinline=True)
-    def begin(smem, ids, base, item, k_tile, K, sizes, lane):
-        """The walk at a step of an item: (byte of the weights, where in A the lane's token has
-        these 128 K, K tile, tokens, item)."""
-        k_tiles, pairs, row_tiles, E, _, _, chosen, _ = sizes
-        e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
+    def begin(smem, ids, base, group, pair, k_tile, K, sizes, lane):
+        """At a K tile of an item: (byte of the weights, where in A the lane's token has these
+        128 K, tokens)."""
+        k_tiles, _, row_tiles, E, _, _, chosen, _ = sizes
+        e, place, here = locate(smem, ids, base, group, E)
         tile = int64(max(e, 0)) * (row_tiles * k_tiles)
         tile += tile_index(int32(PAIR * pair), k_tile, k_tiles)
         source = int64(0)
         if not resident and lane < here:
             row = int32(uint32(slot_at(smem, base, int32(place + lane))) // uint32(chosen))
             source = int64(row) * K + k_tile * TILE_K
-        return tile * tile_bytes, source, k_tile, here, item
+        return tile * tile_bytes, source, here
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, of_w, of_a):
-        """Issue the copies of a walk's step, of weights (of_w) and of A (of_a), if it is before
-        step `end` of item `last` -> the walk one step further."""
-        at, source, k_tile, here, item = walk
-        if item < last or (item == last and k_tile < end):
+    def following(group, pair, pairs):
+        """The next item."""
+        pair = int32(pair + 1)
+        return (int32(group + 1), int32(0)) if pair == pairs else (group, pair)
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue(smem, slot, bar, w, a, walk, ids, base, sizes, lane, of_w, of_a):
+        """Issue the copies of a walk's step, of weights (of_w) and of A (of_a), if steps are left
+        -> the walk one step further. walk: what `begin` returns, K tile, group, pair, steps."""
+        at, source, here, k_tile, group, pair, left = walk
+        if left > 0:
             k_tiles, K = sizes[0], int32(a.shape[1])
             ends, size = k_tile == int32(k_tiles - 1), int32(ROW_BYTES)
             if ends:
@@ -299,25 +312,33 @@ def kernel(
                         i = int32(i + CHUNK)
                     fence_proxy_async()  # before a copy of another step comes there
             at, source, k_tile = at + TILE_GROUP * tile_bytes, source + TILE_K, int32(k_tile + 1)
+            left = int32(left - 1)
             if ends:
-                k_tile, item = int32(0), int32(item + 1)
-                if item < last or (item == last and end > 0):
-                    at, source, k_tile, here, item = begin(
-                        smem, ids, base, item, int32(0), K, sizes, lane
-                    )
-        return at, source, k_tile, here, item
+                k_tile, (group, pair) = int32(0), following(group, pair, sizes[1])
+                if left > 0:
+                    at, source, here = begin(smem, ids, base, group, pair, k_tile, K, sizes, lane)
+        return at, source, here, k_tile, group, pair, left
 
     @cuda.jit(device=True, forceinline=True)
-    def issue_resident(smem, a, warp, lane):
-        """A warp issues copies of its rows of a resident A."""
-        row, size = warp, int32(2 * int32(a.shape[1]))
-        if warp == 0 and lane == 0:
-            mbarrier_arrive_expect(smem, bar_of_a, int32(a_rows * size))
-        while row < a_rows:
-            if lane == 0:
-                to = int32(a_at + row * resident)
-                bulk_copy(smem, to, a, int64(row) * a.shape[1], size, smem, bar_of_a)
-            row = int32(row + warps)
+    def issue_resident(smem, a, ids, base, first_item, count, sizes, lane):
+        """A warp issues copies of a resident A, of the groups of `count` items from first_item."""
+        _, pairs, _, E, _, _, chosen, _ = sizes
+        size, first, rows = int32(2 * int32(a.shape[1])), int32(0), int32(a_rows)
+        if not by_token:
+            _, first, _, _ = locate_item(smem, ids, base, first_item, pairs, E)
+            _, place, here, _ = locate_item(smem, ids, base, first_item + count - 1, pairs, E)
+            rows = int32(place + here - first)
+        if lane == 0:
+            mbarrier_arrive_expect(smem, bar_of_a, int32(rows * size))
+        cuda.syncwarp()
+        r = lane
+        while r < rows:
+            row = r
+            if not by_token:
+                row = int32(uint32(slot_at(smem, base, int32(first + r))) // uint32(chosen))
+            to = int32(a_at + r * resident)
+            bulk_copy(smem, to, a, int64(row) * a.shape[1], size, smem, bar_of_a)
+            r = int32(r + WARP)
 
     @cuda.jit(device=True, forceinline=True)
     def zero_tails(smem, a, warp, lane):
@@ -359,10 +380,14 @@ def kernel(
         cuda.syncwarp()
         if resident:
             zero_tails(smem, a, warp, lane)
-        # Whoever is launched next may read ids before it waits: they are older than this launch.
+            if tokens == 1:
+                cuda.syncthreads()  # else `route` has some
+        # Memory serves requests in their order. So A, which all of a block waits for, comes before
+        # its weights, unless the launch before still writes it.
         if not follows:
             griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
+            if by_token and warp == 0:
+                issue_resident(smem, a, ids, base, int32(0), int32(0), sizes, lane)
 
         # --- which experts, and which share of their work
         groups = route(smem, counts, totals, ids, base, n, E, t)
@@ -374,37 +399,38 @@ def kernel(
         u = int32(uint32(steps * uint32(warp)) // uint32(warps))
         stop = int32(uint32(steps * uint32(warp + 1)) // uint32(warps))
 
+        if not by_token and not follows and resident and count > 0 and warp == 0:
+            issue_resident(smem, a, ids, base, first_item, count, sizes, lane)
+
         # --- the first weights
         item = int32(uint32(u) // uint32(k_tiles))
-        last = int32(uint32(stop) // uint32(k_tiles))
-        end = int32(stop - last * k_tiles)
-        k_tile = int32(u - item * k_tiles)
-        item, last = int32(item + first_item), int32(last + first_item)
-        walk = int64(0), int64(0), k_tile, int32(0), item
-        if u < stop:
-            walk = begin(smem, ids, base, item, k_tile, int32(a.shape[1]), sizes, lane)
-        # of the warp's items row scales, which would be waited for at the end of each
-        further = int32(item + lane)
-        if u < stop and (further < last or (further == last and end > 0)):
-            e, _, _, pair = locate_item(smem, ids, base, further, pairs, E)
-            row = max(e, 0) * (row_tiles * TILE_ROWS) + PAIR * TILE_ROWS * pair
-            prefetch_l2(row_scales, row, 4 * PAIR * TILE_ROWS)
+        k_tile, left = int32(u - item * k_tiles), int32(stop - u)
+        item = int32(item + first_item)
+        group = int32(uint32(item) // uint32(pairs))
+        pair = int32(item - group * pairs)
+        walk = int64(0), int64(0), int32(0), k_tile, group, pair, left
+        if left > 0:
+            K = int32(a.shape[1])
+            at, source, here = begin(smem, ids, base, group, pair, k_tile, K, sizes, lane)
+            walk = at, source, here, k_tile, group, pair, left
         first = walk
         for s in range(stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
-            walk = issue(
-                smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, True, not follows
-            )
+            walk = issue(smem, slot, bar, w, a, walk, ids, base, sizes, lane, True, not follows)
+        # Whoever is launched next may read ids before it waits: they are older than this launch.
+        griddepcontrol_launch_dependents()
         if follows:
             griddepcontrol_wait()
-            for s in range(stages):
+            if resident and warp == 0 and (count > 0 or by_token):
+                issue_resident(smem, a, ids, base, first_item, count, sizes, lane)
+            for s in range(0 if resident else stages):
                 slot, bar = ring + s * slot_bytes, bars + 8 * s
-                first = issue(
-                    smem, slot, bar, w, a, first, ids, base, last, end, sizes, lane, False, True
-                )
-
-        if resident:
-            issue_resident(smem, a, warp, lane)
+                first = issue(smem, slot, bar, w, a, first, ids, base, sizes, lane, False, True)
+        # of the warp's items row scales, which would be waited for at the end of each
+        if lane * k_tiles < k_tile + left:
+            e, _, _, of_lane = locate_item(smem, ids, base, int32(item + lane), pairs, E)
+            row = max(e, 0) * (row_tiles * TILE_ROWS) + PAIR * TILE_ROWS * of_lane
+            prefetch_l2(row_scales, row, 4 * PAIR * TILE_ROWS)
 
         # --- slots without an expert
         if tokens > 1:
@@ -420,10 +446,13 @@ def kernel(
         # --- the stream
         cuda.syncwarp()  # zeros behind the end of A
         s, parity, quad = int32(0), int32(0), int32(lane & 3)
-        if resident:
+        first_place = int32(0)
+        if resident and (count > 0 or by_token):  # also in warps without work: no copy outlives it
+            if not by_token:
+                _, first_place, _, _ = locate_item(smem, ids, base, first_item, pairs, E)
             mbarrier_wait(smem, bar_of_a, 0)
         while u < stop:
-            e, place, here, pair = locate_item(smem, ids, base, item, pairs, E)
+            e, place, here = locate(smem, ids, base, group, E)
             row = int32(PAIR * TILE_ROWS * pair)
             begins, left = k_tile == 0, int32(min(int32(stop - u), int32(k_tiles - k_tile)))
             load_scales(
@@ -436,12 +465,15 @@ def kernel(
                 rows[column] = int32(uint32(slots[column]) // uint32(chosen))
             for i in range(SUMS):
                 acc[i] = 0
-            offsets = places(lane, here, pitch)
-            if resident:  # of `ldmatrix`, as in `places`
-                at = min(int32(lane & 7), int32(here - 1))
-                of_row = int32(uint32(slot_at(smem, base, int32(place + at))) // uint32(chosen))
+            offsets, of_item = places(lane, here, resident or pitch), int32(0)
+            if resident and not by_token:
+                of_item = int32((place - first_place) * resident)
+            elif resident and tokens > 1:  # of `ldmatrix`, as in `places`
+                at = int32(place + min(int32(lane & 7), int32(here - 1)))
+                of_row = int32(uint32(slot_at(smem, base, at)) // uint32(chosen))
                 at = int32(of_row * resident + 16 * (lane >> 3))
                 offsets = ((at, at),)
+            of_item = int32(a_at + of_item)
             ends = k_tile + left == k_tiles
             u = int32(u + left)
             while left > 0:
@@ -449,13 +481,11 @@ def kernel(
                 mbarrier_wait(smem, bar, parity)
                 at = int32(slot + weights)
                 if resident:
-                    at = int32(a_at + ROW_BYTES * k_tile)
+                    at = int32(of_item + ROW_BYTES * k_tile)
                     k_tile = int32(k_tile + 1)
                 multiply(acc, smem, slot, at, 0, offsets, here, lane)
                 cuda.syncwarp()
-                walk = issue(
-                    smem, slot, bar, w, a, walk, ids, base, last, end, sizes, lane, True, True
-                )
+                walk = issue(smem, slot, bar, w, a, walk, ids, base, sizes, lane, True, True)
                 left, s = int32(left - 1), int32(s + 1)
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)
@@ -464,10 +494,11 @@ def kernel(
             if begins and ends:
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             else:
-                to = sums_at + SUM_BYTES * (2 * warp + (1 if begins else 0)) + 4 * lane
-                for i in range(SUMS):
-                    store_f32(smem, to + 4 * WARP * i, acc[i])
-            item, k_tile = int32(item + 1), int32(0)
+                # one that ends with another warp is the last of this one, whose ring is free
+                to = int32((ring if begins else sums_at + sum_bytes * warp) + 4 * lane)
+                for i in range(0, SUMS, sum_step):
+                    store_f32(smem, to + 4 * WARP * (i // sum_step), acc[i])
+            k_tile, (group, pair) = int32(0), following(group, pair, pairs)
 
         # --- items of several warps
         cuda.syncthreads()
@@ -480,14 +511,14 @@ def kernel(
                 for column in range(columns):
                     at = min(int32(quad * columns + column), int32(here - 1))
                     slots[column] = slot_at(smem, base, int32(place + at))
-                at = sums_at + SUM_BYTES * (2 * v + 1) + 4 * lane
-                for j in range(SUMS):
-                    acc[j] = load_f32(smem, at + 4 * WARP * j)
+                at = int32(v * (stages * slot_bytes) + 4 * lane)
+                for j in range(0, SUMS, sum_step):
+                    acc[j] = load_f32(smem, at + 4 * WARP * (j // sum_step))
                 while v < until:
                     v = owner(int32(uint32(steps * uint32(v + 1)) // uint32(warps)), steps)
-                    at = sums_at + SUM_BYTES * (2 * v) + 4 * lane
-                    for j in range(SUMS):
-                        acc[j] += load_f32(smem, at + 4 * WARP * j)
+                    at = int32(sums_at + sum_bytes * v + 4 * lane)
+                    for j in range(0, SUMS, sum_step):
+                        acc[j] += load_f32(smem, at + 4 * WARP * (j // sum_step))
                 write(acc, c, slots, int32(wide * pair), outputs, here, e >= 0, lane)
             i = int32(i + warps)
 
@@ -497,6 +528,19 @@ def kernel(
 # --- the launch -----------------------------------------------------------------------------------
 
 
+def resident_rows(request: ExpertsRequest, tokens: int, room: int) -> tuple[int, bool]:
+    """How many rows of A a thread block needs at most, and whether these are those of all tokens or
+    of its groups of up to `tokens`."""
+    slots, pairs = min(room, request.slots), ceil_div(request.n, PAIR * TILE_ROWS)
+    chosen = min(request.experts, slots) if tokens > 1 else slots  # experts, or groups of one
+    groups = chosen + (slots - chosen) // tokens
+    items = ceil_div(groups * pairs, min(multiprocessors(), request.slots * pairs))
+    touched = min(groups, (items - 2) // pairs + 2 if items > 1 else 1)
+    of_groups = min(slots, touched * tokens)
+    by_token = not request.per_slot and request.tokens <= of_groups
+    return (request.tokens if by_token else of_groups), by_token
+
+
 def variant(request: ExpertsRequest, scaled: bool) -> Variant:
     """The first of `H200_SHAPES` that fits. ValueError where none does."""
     stored_as = storage_format(FORMATS[request.format])
@@ -504,12 +548,11 @@ def variant(request: ExpertsRequest, scaled: bool) -> Variant:
     room = next((one for one in ROOM if one >= request.slots), ROOM[-1])
     experts = ceil_div(request.experts, EXPERTS) * EXPERTS
     weights = PAIR * tile_format(stored_as.name).tile_bytes
+    rows, by_token = resident_rows(request, tokens, room)
+    pitch = ceil_div(request.k, TILE_K) * ROW_BYTES + PAD
     streamed = weights + tokens * (ROW_BYTES + (PAD if tokens > 1 else 0))
-    ways = [(*shape, streamed, 0, 0) for shape in H200_SHAPES]
-    if 1 < request.tokens <= H200_RESIDENT and not request.per_slot:
-        pitch = ceil_div(request.k, TILE_K) * ROW_BYTES + PAD
-        of_most_warps = [shape for shape in H200_SHAPES if shape[0] == H200_SHAPES[0][0]]
-        ways = [(*shape, weights, pitch, request.tokens) for shape in of_most_warps] + ways
+    ways = [(*shape, weights, pitch, rows, by_token) for shape in H200_RESIDENT]
+    ways += [(*shape, streamed, 0, 0, False) for shape in H200_SHAPES]
     for way in ways:
         found = Variant(tokens, *way, room, experts, request.gate, request.follows, scaled)
         if found.shared + 4 * (experts + found.warps) + 128 <= shared_memory():

@@ -1,22 +1,22 @@
-"""The weighted sum over a token's experts, in the product: for tokens that share no experts.
+"""The weighted sum over a token's experts, in the product: for a single token.
 
 What is new
     `few` leaves each product to another launch that adds them up. Here the reduction is longer
     instead: an output is a sum over S experts of K each, and a thread block has 16 of them, with
     all experts.
 
-        C[t, n] = sum over s of router[t, s] * (W[ids[t, s], n] . A[t, s])
+        C[n] = sum over s of router[s] * (W[ids[s], n] . A[s])
 
     An mma has eight columns and there is one token, so two experts share it: its two row tiles are
     of experts s and s + 1, the same 16 rows of both, and of its columns 0 and 1, which are A of the
     two slots, each row tile needs one.
 Why it should help
     A launch less, 2 us, and no products in memory between. Weights of one token of 8 experts of
-    2048 x 768 in Q4_0 are 7.1 MB: 54 KB for each thread block, and all of it may be in flight
+    2048 x 768 in Q4_0 are 7.1 MB: 54 KB for each thread block, and a third of it may be asked for
     before A is there, as ids are older than A.
 What it costs
-    Tokens that chose the same expert read it again. As many thread blocks as row tiles: where an SM
-    gets two and another one, half of the time one of them waits (`suits`).
+    As many thread blocks as row tiles: where an SM gets two and another one, half of the time one
+    of them waits (`suits`). Several tokens would be as many rounds of thread blocks.
 Machine code
     As `few`, without ATOMS.
 Prerequisites
@@ -70,10 +70,8 @@ WARPS: Final = 16
 H200_STAGES: Final = 3
 """Of a warp's ring, at most."""
 
-H200_TOKENS: Final = 4
-H200_SHARED: Final = 0.25
-"""Up to so many tokens, and so many rows for an expert on average: more share so many experts that
-reading them again takes longer than a launch."""
+H200_AHEAD: Final = 1
+"""Of them, those asked for before A, where A is still being written."""
 
 LEAST_SHARE: Final = 0.85
 """Of the SMs' time in which they have a thread block, where all have as many, or one more."""
@@ -81,12 +79,9 @@ LEAST_SHARE: Final = 0.85
 
 def suits(request: ExpertsRequest) -> bool:
     """Whether this is the kernel for a weighted sum."""
-    blocks, sms = request.tokens * ceil_div(request.n, TILE_ROWS), multiprocessors()
+    blocks, sms = ceil_div(request.n, TILE_ROWS), multiprocessors()
     used = blocks / (ceil_div(blocks, sms) * sms)
-    few = request.tokens <= H200_TOKENS and (
-        request.tokens == 1 or request.slots <= H200_SHARED * request.experts
-    )
-    return few and request.chosen <= WARP and used >= LEAST_SHARE
+    return request.tokens == 1 and request.chosen <= WARP and used >= LEAST_SHARE
 
 
 @cache
@@ -100,7 +95,7 @@ def kernel(
     places, multiply, finish, scale = (
         product.places, product.multiply, product.finish, product.scale,
     )  # fmt: skip
-    n_acc = product.sums
+    n_acc, ahead = product.sums, min(stages, H200_AHEAD) if follows else stages
     tile_bytes, warps, threads = tile_format(name).tile_bytes, WARPS, WARP * WARPS
     weights = PAIR * tile_bytes
     slot_bytes = weights + PAIR * PITCH
@@ -110,9 +105,9 @@ def kernel(
     load_router, store = LOAD_BIAS[of_router], STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, bar, w, a, u, stop, own, first, row_tile, sizes, lane, of_w, of_a):
+    def issue(smem, slot, bar, w, a, u, stop, own, row_tile, sizes, lane, of_w, of_a):
         """Issue the copies of step u, of weights (of_w) and of A (of_a), if it is before `stop`.
-        own: the expert of slot `lane` of the token."""
+        own: the expert of slot `lane`."""
         k_tiles, row_tiles, _, _, chosen = sizes
         if u < stop:
             j = int32(uint32(u) // uint32(k_tiles))
@@ -122,7 +117,7 @@ def kernel(
                 mbarrier_arrive_expect(smem, bar, int32(weights + PAIR * size))
             # an odd last expert is there twice, and counts once
             s = int32(min(int32(PAIR * j + lane), int32(chosen - 1)))
-            e, s = max(shfl(own, s), 0), int32(first + s)
+            e = max(shfl(own, s), 0)
             if lane < PAIR:
                 if of_w:
                     tile = int64(e) * (row_tiles * k_tiles) + tile_index(row_tile, k_tile, k_tiles)
@@ -140,7 +135,7 @@ def kernel(
 
     @cuda.jit(launch_bounds=(threads, 1))
     def summed(w, row_scales, a, token_scales, ids, bias, router, c, sizes):
-        """sizes: (K tiles, row tiles of an expert, E, N, S), int32. c: [T, N], a: [T * S, K]."""
+        """sizes: (K tiles, row tiles of an expert, E, N, S), int32. c: [1, N], a: [S, K]."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, totals = cuda.local.array(n_acc, float32), cuda.local.array(2, float32)
         factors = cuda.local.array((PAIR, 2), float32)
@@ -149,8 +144,8 @@ def kernel(
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)
         k_tiles, row_tiles, E, N, chosen = sizes
-        row_tile, token = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        first, row = int32(token * chosen), int32(row_tile * TILE_ROWS + (lane >> 2))
+        row_tile = int32(cuda.blockIdx.x)
+        row = int32(row_tile * TILE_ROWS + (lane >> 2))
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * (8 * stages))
         if lane == 0:
             for s in range(stages):
@@ -159,33 +154,38 @@ def kernel(
         cuda.syncwarp()
         if not follows:
             griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
 
-        # --- experts, and their shares, of the token's slots: one in each lane
+        # --- experts, and their shares, of all slots: one in each lane
         own, own_share = int32(0), float32(0)
         if lane < chosen:
-            own = expert(ids, int32(first + lane), E)
-            own_share = load_router(router, int32(first + lane))
+            own = expert(ids, lane, E)
+            own_share = load_router(router, lane)
             own_share = own_share if own >= 0 else float32(NAN)
-            if warp == 0:  # would be waited for in the stream
-                at = max(own, 0) * (row_tiles * TILE_ROWS) + row_tile * TILE_ROWS
-                prefetch_l2(row_scales, at, 4 * TILE_ROWS)
         cuda.syncwarp()
         steps = uint32(int32((chosen + 1) >> 1) * k_tiles)
         u = int32(uint32(steps * uint32(warp)) // uint32(warps))
         stop = int32(uint32(steps * uint32(warp + 1)) // uint32(warps))
-        for s in range(stages):
+        for s in range(ahead):
             issue(
-                smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own, first,
+                smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own,
                 row_tile, sizes, lane, True, not follows,
             )  # fmt: skip
+        griddepcontrol_launch_dependents()
         if follows:
             griddepcontrol_wait()
-            for s in range(stages):
+            for s in range(ahead):
                 issue(
                     smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own,
-                    first, row_tile, sizes, lane, False, True,
+                    row_tile, sizes, lane, False, True,
                 )  # fmt: skip
+        for s in range(ahead, stages):
+            issue(
+                smem, ring + s * slot_bytes, bars + 8 * s, w, a, int32(u + s), stop, own,
+                row_tile, sizes, lane, True, True,
+            )  # fmt: skip
+        if warp == 0 and lane < chosen:  # would be waited for in the stream
+            at = max(own, 0) * (row_tiles * TILE_ROWS) + row_tile * TILE_ROWS
+            prefetch_l2(row_scales, at, 4 * TILE_ROWS)
         cuda.syncwarp()  # zeros behind the end of A
 
         # --- the stream: steps of two experts, then of the next two
@@ -198,7 +198,6 @@ def kernel(
                 of_pair = int32(PAIR * j + r)
                 of_slot = int32(min(of_pair, int32(chosen - 1)))
                 e, shares[r] = max(shfl(own, of_slot), 0), shfl(own_share, of_slot)
-                of_slot = int32(first + of_slot)
                 of_token = load_f32(token_scales, of_slot) if scaled else float32(1)
                 for i in range(2):
                     at = e * (row_tiles * TILE_ROWS) + row + 8 * i
@@ -215,7 +214,7 @@ def kernel(
                 multiply(acc, smem, slot, int32(slot + weights), 0, offsets, PAIR, lane)
                 cuda.syncwarp()
                 issue(
-                    smem, slot, bar, w, a, int32(u + stages), stop, own, first, row_tile, sizes,
+                    smem, slot, bar, w, a, int32(u + stages), stop, own, row_tile, sizes,
                     lane, True, True,
                 )  # fmt: skip
                 left, u, s = int32(left - 1), int32(u + 1), int32(s + 1)
@@ -238,13 +237,13 @@ def kernel(
             total = float32(0)
             for v in range(warps):
                 total += load_f32(smem, sums_at + 4 * (TILE_ROWS * v + t))
-            store(c, int64(token) * N + n, total)
+            store(c, n, total)
 
     return summed
 
 
 def launch(request: ExpertsRequest, given: ExpertsOperands, activations: tuple[Any, ...]) -> Launch:
-    """The product and its weighted sum of a[T * S, K], perhaps with scales of its rows."""
+    """The product and its weighted sum of a[S, K], perhaps with scales of its rows."""
     a, *scales = activations
     name = storage_format(FORMATS[request.format]).name
     slot_bytes = PAIR * (tile_format(name).tile_bytes + PITCH)
@@ -272,5 +271,5 @@ def launch(request: ExpertsRequest, given: ExpertsOperands, activations: tuple[A
         tuple(map(np.int32, sizes)),
     )  # fmt: skip
     shared = WARPS * stages * slot_bytes + ceil_div(8 * WARPS * stages, 128) * 128 + sums
-    grid = ceil_div(request.n, TILE_ROWS), request.tokens
+    grid = (ceil_div(request.n, TILE_ROWS),)
     return Launch(run, grid, (WARP * WARPS,), args, shared, overlap=True)
