@@ -106,7 +106,7 @@ notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the firs
 		$(PY) -m pip install --quiet --disable-pip-version-check $$($(PY) -c "$$REQUIREMENTS" notebook))
 	@$(PY) -m jupyterlab steps/ladder.ipynb
 
-fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [COUNT= SEED= JOBS=], or one CASE=
+fuzz: $(READY) ## random products of all steps and of experts (or STEP=) for SECONDS= (60) [COUNT= SEED= JOBS=], or one CASE=
 	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds COUNT:count SEED:seed CASE:case JOBS:jobs)
 
 LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
