@@ -128,7 +128,7 @@ def test_a_ring_of_many_row_tiles(monkeypatch: Any, m: int, n: int, sms: int) ->
 
 
 @SLOW
-@pytest.mark.parametrize("ranks", [pytest.param(8, marks=EVERY), 64])
+@pytest.mark.parametrize("ranks", [8, 64])
 def test_a_block_that_waits_in_vain_computes_the_same_bits(monkeypatch: Any, ranks: int) -> None:
     """One block at a time: none finds the units of those behind it."""
     few_multiprocessors(monkeypatch, 2)
