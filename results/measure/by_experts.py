@@ -132,7 +132,8 @@ class ExpertsShared(Shared):
         fmt, step, scratch = FORMATS[work.format], work.step, {}
         make = step.activations[work.family]
         found: list[tuple[Launch, ...]] = []
-        for repetition in range(max(REPETITIONS, len(copies))):
+        some = len(self.experts) < problem.experts
+        for repetition in range(REPETITIONS if some else len(copies)):
             weights = copies[repetition % len(copies)]
             others = problem.others(repetition)
             if isinstance(make, RowsByIds):

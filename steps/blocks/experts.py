@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from steps.contract import Activations, Machine
 
 
@@ -32,7 +34,9 @@ class RowsByIds:
     def __call__(
         self, a: Any, machine: Machine, ids: Any = None, experts: int | None = None
     ) -> Activations:
-        """experts: how many W has, by default as many as at home."""
+        """experts: how many W has. Without ids all rows are of one: an ordinary product."""
+        if ids is None:
+            ids, experts = machine.array(np.zeros((a.shape[0], 1), np.int32)), 1
         if self.sorted_by is not None:
             return self.sorted_by(a, ids, experts or self.experts, machine)
         return Activations((a, ids), layout="rows")

@@ -58,9 +58,6 @@ from steps.product import tuning_table as tuning
 from steps.product.operands import one_of, require_grid
 from steps.registry import kernel_of, kernels, ladder
 
-IDS: Final = WEIGHTS + 8 * REGION
-"""Where ids of a dry run lie: behind all packed arrays."""
-
 MOST_OF_A_SIDE: Final = 2**31 - 1
 """M, N and K are int32 to a kernel."""
 
@@ -223,10 +220,7 @@ class Choice:
             Placeholder(WEIGHTS + i * REGION, shape, np.dtype(dtype))
             for i, (shape, dtype) in enumerate(types)
         ]
-        ids = None
-        if isinstance(self.reading.make, RowsByIds):
-            ids = Placeholder(IDS, (asked.m, 1), np.dtype(np.int32))
-        activations, own = self.on(machine or DryRun(), arrays, a, out, ids)
+        activations, own = self.on(machine or DryRun(), arrays, a, out)
         return (*activations.launches, own)
 
     def operand_types(self, weights: Sequence[ArrayType] | None = None) -> tuple[ArrayType, ...]:

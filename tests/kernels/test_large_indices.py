@@ -18,6 +18,7 @@ import pytest
 from qformats import dequantize, quantize
 from reference import nmse
 from steps import contract
+from steps.checks.cases import routing
 from steps.contract import FLOATS, Family, Kernel, Launch, Work, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
@@ -128,7 +129,11 @@ WORKS = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "family", "dtype"), WORKS)
+# Lessons on experts go through ids one by one: through millions of them not in a simulator
+@pytest.mark.parametrize(
+    ("kernel", "family", "dtype"),
+    [work for work in WORKS if routing(work.values[0], (1, 1, 32)) is None],
+)
 def test_the_last_rows_of_a_large_a(kernel: Kernel, family: Family, dtype: str, sms: Any) -> None:
     """Of a large C, too, where CUDA launches a block for so many tokens."""
     rng, n = np.random.default_rng(0), 130  # 128-bit stores of C end before the last two columns
@@ -162,6 +167,8 @@ def test_the_last_columns_of_a_large_w_and_c(
     for k in (128, 4160):
         n = LARGE // k // TAIL * TAIL + TAIL
         m = LARGE // n + 1
+        if routing(kernel, (m, n, k)) is not None:
+            m = m // 8 * 8 + 9  # the last pair is the first of a group
         sms(n)
         a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, 2 * TAIL, k), FORMAT)
         a[-ROWS:] = _normal(rng, ROWS, k)

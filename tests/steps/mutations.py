@@ -521,6 +521,7 @@ MORE_WORK: Final[dict[str, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] =
     **dict.fromkeys(("kernel17", "kernel18"), DECODE),
     # warps of more tiles of K than their rings have slots
     **dict.fromkeys(("step17", "step18"), ((1, (3, 20, 4256), "float16", {}),)),
+    "step20": tuple((1, shape, "float16", {}) for shape in (*TWO_TILES, (20, 140, 416))),
     "step19": ((1, (3, 20, 2208), "float16", {}), (1, (44, 20, 96), "float16", {})),
 }
 """Cases that no other test has: (SMs, shape, dtype of C, constants)."""
@@ -833,6 +834,8 @@ EQUIVALENT: Final[dict[Key, str]] = {
             ("ring", "release", 1),
             ("step14_persistent", "consume", 1),
             ("step14_persistent", "consume", 2),
+            ("step20_sorted_prefill", "consume", 1),
+            ("step20_sorted_prefill", "consume", 2),
             ("step15_wgmma_int8", "consume", 1),
             ("step15_wgmma_int8", "consume", 2),
         )

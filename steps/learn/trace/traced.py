@@ -12,7 +12,6 @@ import numpy as np
 from qformats import FORMATS
 from reference import Problem
 from steps.blocks.experts import RowsByIds
-from steps.checks.cases import routing
 from steps.contract import Shape, Size, Work, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
@@ -63,13 +62,15 @@ def trace(
     """
     (m, n, k), step, machine = size, work.step, Simulator()
     fmt = FORMATS[work.format]
-    blocks, routed = Problem(1, n, k, work.format).blocks, routing(step, size)
+    blocks = Problem(1, n, k, work.format).blocks
     make, dtype_of_a = step.activations[work.family], array_dtype(inputs(step, work.family)[0])
-    if routed is not None and isinstance(make, RowsByIds):
-        # each token has the same experts, of the same weights
-        blocks, tokens = np.stack([blocks] * routed.chosen), m // routed.chosen
-        ids = np.tile(np.arange(routed.chosen, dtype=np.int32), (tokens, 1))
-        activations = make(np.zeros((tokens, k), dtype_of_a), machine, ids, routed.chosen)
+    if isinstance(make, RowsByIds):
+        # as many rows of an expert as there are on average, of the experts of a token, or of one
+        rows = max(1, m // make.experts)
+        few = min(m, make.chosen) if rows == 1 else 1
+        blocks, m = np.stack([blocks] * few), rows * few
+        ids = np.tile(np.arange(few, dtype=np.int32), (rows, 1))
+        activations = make(np.zeros((rows, k), dtype_of_a), machine, ids, few)
         for before in activations.launches:
             machine.run(before)
     else:
