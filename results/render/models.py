@@ -208,7 +208,14 @@ def of_experts(path: Path) -> Table | None:
     layers = next(iter(counts.values()))
 
     def told(name: str) -> Callable[[Any], str]:
-        return lambda rows: f"{number(rows[name]['pair_us'])} ({ratio(rows[name]['x_torch'])})"
+        def cell(rows: Any) -> str:
+            row = rows[name]
+            text = f"{number(row['pair_us'])} ({ratio(row['x_torch'])})"
+            if "fast_x_torch" in row:
+                text += f", fast {number(row['fast_us'])} ({ratio(row['fast_x_torch'])})"
+            return text
+
+        return cell
 
     def tokens(rows: Any) -> str:
         one = next(iter(rows.values()))

@@ -67,6 +67,7 @@ def test_experts_stand_beside_torch_by_tokens(tmp_path: Path) -> None:
             **{"format": "q4_0", "dtype": "float16", "routing": routing, "tokens": t},
             "pair_us": 1.5 * t * (i + 1) * (2 if routing == "same" else 1),
             "x_torch": 4.0 / t,
+            **({"fast_us": 3.0 * t, "fast_x_torch": 2.0} if routing == "same" else {}),
         }
         for i, name in enumerate(("small", "large"))
         for t in (1, 8)
@@ -79,7 +80,8 @@ def test_experts_stand_beside_torch_by_tokens(tmp_path: Path) -> None:
         "|--:|--:|--:|",
         "| 1 | 1.50 (4.00x) | 3.00 (4.00x) |",
         "| 8 | 12.0 (0.50x) | 24.0 (0.50x) |",
-        "| 8, all the same experts | 24.0 (0.50x) | 48.0 (0.50x) |",
+        "| 8, all the same experts | 24.0 (0.50x), fast 24.0 (2.00x) "
+        "| 48.0 (0.50x), fast 24.0 (2.00x) |",
     ]
 
 
