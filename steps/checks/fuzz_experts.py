@@ -55,6 +55,9 @@ GUARD: Final = 128  # values on each side of C that are watched
 OPERANDS: Final = {"float32": "f16_weights", "float16": "f16_weights", "bfloat16": "bf16_weights"}
 """How weights may be rounded, by the dtype of A (`reference.limits.bound`)."""
 
+LARGEST: Final = 65000.0
+"""Products below it are finite in float16."""
+
 ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoff of C
 WEIGHTS: Final = 2**21  # on a GPU, at most: the host packs them,
 TERMS: Final = 2**26  # slots times N times K, which it multiplies in float64,
@@ -169,8 +172,9 @@ class _Problem:
             drawn = rng.random((case.t, case.s))
             self.router = _of_dtype(np.rint(2 * drawn) if whole else drawn, case.router)
 
-    def right(self) -> tuple[np.ndarray, np.ndarray]:
-        """(C, by how much it may be off), float64; NaN where C must be."""
+    def right(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(C, by how much it may be off, where it may be anything as a product is beyond float16),
+        float64; NaN where C must be."""
         case, asked = self._case, self._case.request
         values = Halves.of_values(self._values) if case.a != "bfloat16" else Bfloats(self._values)
         y, off = (np.full((asked.slots, asked.outputs), np.nan) for _ in range(2))
@@ -189,19 +193,21 @@ class _Problem:
             y[own], off[own] = c, error
         shape = case.t, case.s, asked.outputs
         y, off = y.reshape(shape), off.reshape(shape)
+        beyond = (case.c == "float16") & (np.abs(y) + off > LARGEST)
         if self.router is not None:
             share = _floats(self.router)[..., None]
             # products may be in the dtype of C before they are added up
             off = off + (ROUNDED[case.c] + 2.0**-20) * (np.abs(y) + off)
-            y, off = (y * share).sum(1), (off * share).sum(1)
-        return y, off + ROUNDED[case.c] * (np.abs(y) + off) + 2.0**-25
+            y, off, beyond = (y * share).sum(1), (off * share).sum(1), beyond.any(1)
+            beyond |= (case.c == "float16") & (np.abs(y) + off > LARGEST)
+        return y, off + ROUNDED[case.c] * (np.abs(y) + off) + 2.0**-25, beyond
 
 
 def complaints(case: ExpertsCase, machine: Any, weights: ExpertsWeights | None = None) -> list[str]:
     """One sentence for each thing that is wrong with a case. weights: where cases share them."""
     weights = weights or ExpertsWeights(case, machine)
     problem, asked = _Problem(case, weights), case.request
-    wanted, off = problem.right()
+    wanted, off, beyond = problem.right()
     others = {"ids": problem.ids, "bias": problem.bias, "router": problem.router}
     given = dict(zip(("weights", "row scales"), weights.packed, strict=True))
     given |= {name: x for name, x in others.items() if x is not None}
@@ -223,7 +229,7 @@ def complaints(case: ExpertsCase, machine: Any, weights: ExpertsWeights | None =
         if np.array(machine.host(array)).tobytes() != np.ascontiguousarray(host).tobytes():
             found.append(f"{name} changed")
     c, again = (_floats(one[GUARD:-GUARD]).reshape(wanted.shape) for one in results)
-    found += _differences(case, c, wanted, off)
+    found += _differences(case, np.where(beyond, wanted, c), wanted, off)
     if not np.array_equal(c, again, equal_nan=True):
         at = _first((c != again) & ~(np.isnan(c) & np.isnan(again)))
         found.append(f"again C has other bits, the first at {at}")

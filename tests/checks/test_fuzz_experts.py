@@ -156,6 +156,18 @@ def test_what_is_wrong_is_found(
     assert not lost
 
 
+def test_products_beyond_float16_may_be_infinite() -> None:
+    line = "experts=2 format=q4_0 t=1 s=1 n=64 k=4096 c=float16 gate=silu"
+    case = ExpertsCase.parse(line)
+    problem = _Problem(case, ExpertsWeights(case, Simulator()))
+    beyond = problem.right()[2]
+    assert beyond.shape == (1, 1, 32)
+    assert not complaints(case, Simulator())
+    problem.a[...] *= np.float16(100)
+    problem._values *= np.float32(100)
+    assert problem.right()[2].any()
+
+
 def test_integers_must_be_exact() -> None:
     def off(whole: np.ndarray, _: int) -> None:
         whole[129] += 2.0**-3
