@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import random
 import re
 import resource
@@ -422,6 +423,19 @@ def of_seed(seed: str, sound: list[File], folder: Path) -> list[str]:
     return arguments(path, dice)
 
 
+def once(rendered: Any) -> Any:
+    """`Template._rendered`, which starts a process, but what it made of the same it makes again."""
+    made: dict[tuple[str, str], str] = {}
+
+    def text(template: Any, given: Any) -> str:
+        key = template._source, json.dumps(given)
+        if key not in made:
+            made[key] = rendered(template, given)
+        return made[key]
+
+    return text
+
+
 def fuzz(seeds: Sequence[str]) -> tuple[Counter[str], list[str]]:
     """(How often each outcome came, what is wrong). Limits the memory of this process for good."""
     outcomes: Counter[str] = Counter()
@@ -430,6 +444,7 @@ def fuzz(seeds: Sequence[str]) -> tuple[Counter[str], list[str]]:
     chat.LIMITS["seconds"] = 1
     torch.set_num_threads(1)  # several wait longer for each other than such a product takes
     command_line._parser = cache(command_line._parser)  # else half of the time
+    chat.Template._rendered = once(chat.Template._rendered)  # and most of the rest
     with tempfile.TemporaryDirectory() as name:
         folder, path = Path(name), Path(name) / "sound.gguf"
         sound = bases(folder)

@@ -15,13 +15,24 @@ PATIENCE = timedelta(seconds=240)
 """How long a rank waits for the others, whose processes may start one after another."""
 
 
+IMPORTED = (
+    *("tests.nn.shard_cases", "tests.decoder.parallel_cases"),
+    *("torch._dynamo", "torch._dynamo.backends.debugging", "torch._inductor.compile_fx"),
+)
+"""What ranks run, and what torch imports when they shard and compile. It takes seconds, so one
+process does it, of which those of ranks are copies."""
+
+
 def run_on_ranks(
     count: int, work: Callable[..., Any], folder: Path, *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
     """What work(*arguments) returned on each of `count` ranks. An error of a rank is raised."""
     import torch.multiprocessing as processes
 
-    processes.spawn(_rank, (count, work, folder, arguments, backend), count)
+    processes.set_forkserver_preload(list(IMPORTED))
+    processes.start_processes(
+        _rank, (count, work, folder, arguments, backend), count, start_method="forkserver"
+    )
     return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(count)]
 
 

@@ -21,6 +21,7 @@ from results.render.charts import calls, ladder, roofline, style
 from steps.checks.select import branches
 from tests.results.conftest import FORMATS, SWEPT
 
+pytestmark = pytest.mark.xdist_group("charts")  # one process makes `files`
 NAMES = {"ladder", "as_called", "tokens", "roofline"}
 
 

@@ -22,6 +22,10 @@ from steps.product.choice import Choice
 from steps.registry import find, source
 
 STEPS = range(1, 10)
+TRACED = [
+    pytest.param(number, marks=pytest.mark.xdist_group(f"traced-{number}")) for number in STEPS
+]
+"""In one process each: a trace takes seconds, and two tests look at it."""
 HOME: Size = (512, 4096, 4096)
 FORMAT = "q4_0"
 FILE = ROOT / "results" / "nvidia-h200" / "ncu.json"
@@ -139,7 +143,7 @@ def measured(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", STEPS)
+@pytest.mark.parametrize("number", TRACED)
 def test_requests_sectors_and_wavefronts_are_those_counted(number: int) -> None:
     row, ours = measured(number), predicted(number)
     for name in EXACT:
@@ -163,7 +167,7 @@ def lost(number: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", STEPS)
+@pytest.mark.parametrize("number", TRACED)
 def test_all_conflicts_of_the_pipe_and_bytes_of_the_l2(number: int) -> None:
     """Two counters that hold more than a trace knows.
 

@@ -34,6 +34,7 @@ from steps.simulator.trace import Instruction
 VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"}
 ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("page")  # one process makes `shown`
 SECTIONS = ("ladder", "called", "charts", "blocks", "steps", "museum", "method")
 
 
