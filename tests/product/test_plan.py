@@ -406,7 +406,7 @@ def test_a_plan_equals_gemm_bit_for_bit_on_a_gpu(step: Kernel, family: Family, n
 
 IN_LAST_FAMILY = [
     pytest.param(one, one.families[-1], id=one.name)
-    for one in (kernel_of(step.number) for step in ladder())
+    for one in (kernel_of(step.number) for step in ladder() if step.branch != "experts")
 ]
 
 
