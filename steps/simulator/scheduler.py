@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -214,15 +213,8 @@ class Schedule:
 
     def _switch(self) -> None:
         """Let the next lane run. The one that calls this goes on when it is next itself."""
-        ready = self.ready
-        if ready and not self.copies and self.error is None:  # as `_next` does, with one call less
-            if self.in_turn:
-                lane = ready.popleft()
-            else:
-                i = int(self.random.random() * len(ready))
-                ready[i], ready[-1] = ready[-1], ready[i]
-                lane = ready.pop()
-            self.lane = lane
+        if self.ready and self.in_turn and not self.copies and self.error is None:
+            self.lane = lane = self.ready.popleft()  # as `_next` does, with one call less
         else:
             found = self._next()
             if found is None:
@@ -277,9 +269,7 @@ class Schedule:
         lane = self.lane
         waiting = lane.block.waiting
         # Between here and the kernel lie a `meet_...` and the instruction that called it.
-        frame = sys._getframe(3)
-        if id(frame.f_code) not in kernel_codes:
-            frame = kernel_frame(4)
+        frame = kernel_frame(4)
         lane.code, lane.instruction = frame.f_code, frame.f_lasti
         lane.operands, lane.meeting = operands, what
         group = waiting.get(key)
