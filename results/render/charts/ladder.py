@@ -53,7 +53,7 @@ def short(row: Row) -> str:
 
 def draw(run: Run) -> Figure:
     panels = ladder(run)
-    heights = [_height(panel, i, panels) for i, panel in enumerate(panels)]
+    heights = [_height(panels, i) for i in range(len(panels))]
     format_name = panels[0].rungs[0].row.format.upper()
     height = style.HEAD + sum(heights) + 0.62
     figure = style.new_figure(height, TITLE, run, format_name)
@@ -62,7 +62,7 @@ def draw(run: Run) -> Figure:
     top = style.HEAD
     for i, (panel, own) in enumerate(zip(panels, heights, strict=True)):
         decode = panel.branch == DECODE
-        labelled = decode or i == 0
+        labelled = _begins(panels, i)
         above = HEAD + (LABELS if labelled else 0.0)
         axes = style.box(figure, LEFT, top + above, ACROSS, LINE * len(panel.rungs))
         y = 1 - (top + 0.22) / height
@@ -86,7 +86,7 @@ def draw(run: Run) -> Figure:
             style.plain_log(axes.xaxis)
             label = "TFLOPS, log scale"
         _lines(run, axes, panel, labelled)
-        if decode or panel is prefill[-1]:
+        if _ends(panels, i):
             axes.set_xlabel(label, fontsize=9.5)
         else:
             axes.tick_params(labelbottom=False)
@@ -95,12 +95,20 @@ def draw(run: Run) -> Figure:
     return figure
 
 
-def _height(panel: Panel, i: int, panels: Sequence[Panel]) -> float:
-    """Of a panel in inches. Prefill panels share one axis, below the last of them."""
-    decode = panel.branch == DECODE
-    last = decode or i + 1 == len(panels) or panels[i + 1].branch == DECODE
-    labels = LABELS if decode or i == 0 else 0.0
-    return HEAD + labels + LINE * len(panel.rungs) + (AXIS if last else 0.08)
+def _height(panels: Sequence[Panel], i: int) -> float:
+    """Of a panel in inches."""
+    above, below = LABELS if _begins(panels, i) else 0.0, AXIS if _ends(panels, i) else 0.08
+    return HEAD + above + LINE * len(panels[i].rungs) + below
+
+
+def _begins(panels: Sequence[Panel], i: int) -> bool:
+    """Whether a panel says what its columns and lines are: it has not the axis of the one above."""
+    return i == 0 or DECODE in (panels[i].branch, panels[i - 1].branch)
+
+
+def _ends(panels: Sequence[Panel], i: int) -> bool:
+    """Whether the next panel has another axis."""
+    return i + 1 == len(panels) or _begins(panels, i + 1)
 
 
 def _limits(run: Run, panels: Sequence[Panel]) -> tuple[float, float]:
