@@ -63,7 +63,8 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
     assert tenth.parent is not None
     assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
     assert {row.format for row in tenth.every} == set(FORMATS)
-    away = [rung.row.shape for rung in panels[-1].rungs if rung.away]
+    (decode,) = (panel for panel in panels if panel.branch == ladder.DECODE)
+    away = [rung.row.shape for rung in decode.rungs if rung.away]
     assert away == [(8, 4096, 14336)] * 2, "the N and K of the branch, where it has them"
 
     text = text_of(files["ladder.svg"]).split("\n")
@@ -81,7 +82,7 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
 
 def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run) -> None:
     """In the decode panel where its time puts it, not where its bytes would. A step at a shape of
-    its own, where cuBLAS has more or less to do, has a piece of its own."""
+    its own, where cuBLAS has more or less to do, has a piece of its own. Experts have none."""
     with mpl.rc_context(style.STYLE):
         panels = ladder.draw(run).axes
     for panel, axes in zip(query.ladder(run), panels, strict=True):
@@ -89,7 +90,12 @@ def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run
         lines = [line for line in axes.lines if line.get_color() == color]
         for y, rung in enumerate(panel.rungs):
             row = rung.row if rung.away else next(r.row for r in panel.rungs if not r.away)
-            us = query.baseline_us(run, query.CUBLAS, "q4_0", row.shape) or math.nan
+            us = query.baseline_us(run, query.CUBLAS, "q4_0", row.shape)
+            if panel.branch == "experts":
+                assert us is None
+                assert not lines
+                continue
+            assert us
             wanted = 2 * math.prod(row.shape) / us * 1e-6
             if panel.branch == ladder.DECODE:
                 wanted = (row.limit_share or 0) * (row.kernel_us or 0) / us
@@ -105,7 +111,9 @@ def test_no_share_of_the_bandwidth_is_drawn_beyond_all_of_it(run) -> None:
         replace(row, limit_share=1.04) if row.format == "q5_1" else row for row in run.rows
     )
     with mpl.rc_context(style.STYLE):
-        decode = ladder.draw(replace(run, rows=rows)).axes[-1]
+        drawn = ladder.draw(replace(run, rows=rows)).axes
+    at = [panel.branch for panel in query.ladder(run)].index(ladder.DECODE)
+    decode = drawn[at]
     bands = [line for line in decode.lines if line.get_linewidth() == 9]
     assert max(max(line.get_xdata()) for line in bands) == 1.0
 
@@ -305,7 +313,8 @@ def test_charts_tell_their_figures(run) -> None:
     for panel in query.ladder(run):
         for name in query.BASELINES:
             us = query.baseline_us(run, name, "q4_0", panel.home)
-            assert f"{table.number(us or 0)} us" in figures["ladder"]
+            assert (us is None) == (panel.branch == "experts")
+            assert us is None or f"{table.number(us)} us" in figures["ladder"]
     for _, points in calls.speeds(run, 4096, 4096):
         for _, x in points:
             assert table.ratio(x) in figures["as_called"]
