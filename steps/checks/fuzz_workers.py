@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from multiprocessing import connection, get_context
 from time import monotonic
 from typing import Any, Final
@@ -221,16 +220,16 @@ class Kernels:
         now = monotonic()
         return now < self._until - LAST and self._compiling <= (now - self._begin) / 2
 
-    def has(self, case: FuzzCase | ExpertsCase) -> bool:
-        """Whether a case can run: its kernels are known, or there is time to compile them. Those
-        that are kept on disk take next to none."""
+    def has(self, case: FuzzCase | ExpertsCase, new: bool) -> bool:
+        """Whether a case can run: its kernels are known, or, if they may be new, there is time to
+        compile them. Those that are kept on disk take next to none."""
         if self._cc is None or isinstance(case, ExpertsCase):
             return True
         request = Request(case.format, case.m, case.n, case.k, case.a, case.c, step=case.step)
         launches = Choice.of(case.kernel, case.family, request).launches()
         keys = {(one.kernel, signature_of(one.args)) for one in launches}
         missing = keys - self._known
-        if missing and self._known and not self.may_compile():
+        if missing and self._known and not (new and self.may_compile()):
             return False
         start = monotonic()
         for key in missing:
@@ -252,10 +251,8 @@ def multiply(
     """Draws cases of some works and multiplies them, until a time of `monotonic`, up to `most`
     products, or until the GPU's context is lost."""
     rng, made, lost = np.random.default_rng(list(seed)), 0, False
-    kernels, ready = (
-        Kernels(machine.cc, until),
-        dict[FuzzCase | ExpertsCase, None](),
-    )  # works that have some
+    kernels = Kernels(machine.cc, until)
+    ready: dict[FuzzCase | ExpertsCase, None] = {}  # works that have some
 
     def is_over() -> bool:
         return lost or made == most or monotonic() >= until
@@ -264,9 +261,13 @@ def multiply(
         open_works = list(ready) if ready and not kernels.may_compile() else some
         work, weights = open_works[int(rng.integers(len(open_works)))], None
         cases = _sharing(rng, work, machine.cc is None)
-        for case in islice(filter(kernels.has, cases), SHARED):
-            if is_over():
+        done = 0  # the first one's kernels alone are compiled, so that many works have some
+        for case in cases:
+            if is_over() or done == SHARED:
                 break
+            if not kernels.has(case, new=not done):
+                continue
+            done += 1
             ready[work] = None
             line.value = str(case).encode()[: LONGEST - 1]
             weights = weights or _weights(case, machine)

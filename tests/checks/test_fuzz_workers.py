@@ -141,7 +141,7 @@ def test_a_worker_compiles_for_half_of_its_time(monkeypatch: Any) -> None:
     assert 9 <= len(compilations) <= 14, "a product of some kernels needs two"
     assert len(compilations) == len(set(compilations))
     assert len(judged) == len(sent) > 30 * len(compilations)
-    assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) >= 3
+    assert len({(c.step, c.family, c.format, c.a, c.c) for c in judged}) > 5
     assert {c.k for c in judged} != {judged[0].k}
 
 

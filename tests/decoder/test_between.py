@@ -57,6 +57,22 @@ def simulated(order: int = 0) -> tuple[Any, list[str]]:
     return between.Kernels(prepare).operations(), launched
 
 
+def launched_by_equal_answers(path: Any, tokens: int) -> list[str]:
+    """Names of the kernels of a decoder in the simulator, which says the same as torch: two prompts
+    of so many tokens, and two tokens of an answer."""
+    do, launched = simulated(1)
+    ids = torch.tensor([checks.prompt(files.WORDS, tokens), checks.prompt(files.WORDS, tokens, 1)])
+    found = []
+    for one in (operations.PLAIN, do):
+        made = files.load(path, torch_products(dtype=torch.float32), operations=one)
+        found.append(generate(made, ids, 2, keep=True))
+    (said, logits), (others, of_kernels) = found
+    assert torch.equal(said, others)
+    for a, b in zip(logits, of_kernels, strict=True):
+        torch.testing.assert_close(b, a, atol=2e-3 * float(a.std()), rtol=0)
+    return launched
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) -> None:
     """Greedy tokens and logits; float16 in the cache on either side."""
@@ -64,16 +80,7 @@ def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) 
         tmp_path / "tiny.gguf", "q8_0", architecture=architecture,
         **LLAMA, **{"attention.head_count": 4, "attention.head_count_kv": 2},
     )  # fmt: skip
-    do, launched = simulated(1)
-    ids = torch.tensor([checks.prompt(files.WORDS, 3), checks.prompt(files.WORDS, 3, 1)])
-    found = []
-    for one in (operations.PLAIN, do):
-        made = files.load(path, torch_products(dtype=torch.float32), operations=one)
-        found.append(generate(made, ids, 2, keep=True))
-    (tokens, logits), (others, of_kernels) = found
-    assert torch.equal(tokens, others)
-    for a, b in zip(logits, of_kernels, strict=True):
-        torch.testing.assert_close(b, a, atol=2e-3 * float(a.std()), rtol=0)
+    launched = launched_by_equal_answers(path, 3)
     layers = LLAMA["block_count"]
     # a prompt and two tokens
     assert launched.count("rotary") == layers

@@ -15,11 +15,11 @@ from results.measure.models import one_gpu as bench
 from steps.decoder import files, operations, parallel
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
-from steps.decoder.model import generate, step_products, torch_products
+from steps.decoder.model import step_products, torch_products
 from steps.kernels.experts import few
 from steps.nn import experts
 from steps.product.experts import ExpertsChoice
-from tests.decoder.test_between import simulated
+from tests.decoder.test_between import launched_by_equal_answers
 from tests.decoder.test_decoder import SMALL, reference
 
 MIXED = SMALL | {"block_count": 1, "expert_feed_forward_length": 96}
@@ -71,16 +71,7 @@ def test_experts_by_the_kernels(kernels: Any, tmp_path: Any, type_of_ups: str) -
 def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) -> None:
     """Routers by their kernels: in the launch of a norm, and behind the logits of many tokens."""
     path = tiny(tmp_path, architecture)
-    do, launched = simulated(1)
-    ids = torch.tensor([checks.prompt(files.WORDS, 9), checks.prompt(files.WORDS, 9, 1)])
-    found = []
-    for one in (operations.PLAIN, do):
-        made = files.load(path, torch_products(dtype=torch.float32), operations=one)
-        found.append(generate(made, ids, 2, keep=True))
-    (tokens, logits), (others, of_kernels) = found
-    assert torch.equal(tokens, others)
-    for a, b in zip(logits, of_kernels, strict=True):
-        torch.testing.assert_close(b, a, atol=2e-3 * float(a.std()), rtol=0)
+    launched = launched_by_equal_answers(path, 9)
     assert launched.count("choose_experts") == 1, "a prompt of 18 tokens"
     assert launched.count("route") == 2
     assert launched.count("add_and_norm") == 3 + 2 + 2, "first ones, last ones, and a prompt's"
