@@ -69,15 +69,18 @@ from steps.instructions.memory import (
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
+    load_u32x4_relaxed,
     load_u64x2_relaxed,
     store_f32,
     store_f32x2,
     store_f32x4,
     store_u16,
     store_u32,
+    store_u32_relaxed,
     store_u32x2,
     store_u32x4,
     store_u64_relaxed,
+    trap,
 )
 from steps.instructions.tensor_core import (
     ldmatrix_x4,

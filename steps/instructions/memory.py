@@ -38,7 +38,7 @@ from steps.instructions.define import (
     pack,
     ptx,
 )
-from steps.simulator.scheduler import now
+from steps.simulator.errors import SimulatorError
 
 _CODE = {uint16: "H", uint32: "I", float32: "f"}  # letters of the struct module
 
@@ -194,7 +194,9 @@ def fence(lane):
 # --- what thread blocks show each other (PTX ISA 9.7.9, relaxed loads and stores) -----------------
 #
 # A relaxed store goes to the L2, and a relaxed load reads there, past the L1. Neither says anything
-# about other memory. In the simulator a relaxed load lets all other threads run first.
+# about other memory: `fence` does, before the store and after the load that sees it. In the
+# simulator a relaxed load lets all other threads run first, and hundreds of them in a row, of every
+# thread that can go on, while nothing changes, are a deadlock.
 
 
 @ptx(
@@ -206,16 +208,38 @@ def fence(lane):
 )
 def load_u64x2_relaxed(lane, array, index):
     """16 bytes at array[index], either half as it is in the L2 now. LDG.E.128.STRONG.GPU."""
-    at = array.locate(index, 16)
-    now().pause()
-    return struct.unpack_from("<2Q", array.bytes, at)
+    return struct.unpack_from("<2Q", array.bytes, array.locate_relaxed(index, 16))
+
+
+@ptx(
+    "ld.relaxed.gpu.global.v4.u32 {$0, $1, $2, $3}, [$4];",
+    returns=(uint32, uint32, uint32, uint32),
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u32x4_relaxed(lane, array, index):
+    """16 bytes at array[index], each word as it is in the L2 now. LDG.E.128.STRONG.GPU."""
+    return struct.unpack_from("<4I", array.bytes, array.locate_relaxed(index, 16))
 
 
 @ptx("st.relaxed.gpu.global.u64 [$0], $1;", takes=(GLOBAL, uint64), scope="lane", memory=True)
 def store_u64_relaxed(lane, array, index, value):
     """8 bytes to array[index] of uint32, for relaxed loads of other blocks. STG.E.64.STRONG.GPU."""
-    array.exchange(index, lambda _: value & 0xFFFFFFFF)
-    array.exchange(index + 1, lambda _: value >> 32)
+    array.store_relaxed(index, struct.pack("<Q", value))
+
+
+@ptx("st.relaxed.gpu.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
+def store_u32_relaxed(lane, array, index, value):
+    """4 bytes to array[index], likewise. STG.E.STRONG.GPU."""
+    array.store_relaxed(index, struct.pack("<I", value))
+
+
+@ptx("trap;", scope="lane", memory=True)
+def trap(lane):
+    """End the launch with an error, in place of a wait without end. The context is lost, as after a
+    bad address. BPT.TRAP."""
+    raise SimulatorError("the kernel gives up (trap)")
 
 
 # --- order of launches ----------------------------------------------------------------------------

@@ -232,6 +232,13 @@ class CheckedArray:
         self[index] = function(old)
         return old
 
+    # Relaxed accesses, by which blocks see what others have: see `steps.simulator.tracked`.
+    def locate_relaxed(self, index: int, size: int) -> int:
+        return self.locate(index, size)
+
+    def store_relaxed(self, index: int, data: Any) -> None:
+        self.store(index, data)
+
     # A `cp.async` stores from its issue to its wait: see `steps.simulator.shadow`.
     def begin_async_store(self, lane: Any, offset: int, size: int) -> None:
         pass

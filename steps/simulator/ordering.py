@@ -83,8 +83,8 @@ class WarpgroupLoads:
 
 
 class Elsewhere:
-    """What a thread knows of other blocks, by block: `seen`, and `read` by an atomic with no fence
-    since."""
+    """What a thread knows of other blocks, by block: `seen`, and `read` by an atomic or a relaxed
+    load with no fence since."""
 
     __slots__ = ("read", "seen")
 
@@ -220,8 +220,8 @@ class Order:
         return found[2]
 
     def fence(self, lane: Lane) -> None:
-        """`fence`: what the thread knows, other blocks may know that see its next atomics; what its
-        last atomics read, it knows."""
+        """`fence`: what the thread knows, other blocks may know that see its next atomics or
+        relaxed stores; what its last atomics or relaxed loads read, it knows."""
         self.fenced.add(lane)
         elsewhere = lane.elsewhere
         if elsewhere is not None and elsewhere.read:
@@ -236,7 +236,11 @@ class Order:
     def atomic(self, lane: Lane, counter: dict[int, Known]) -> None:
         """An atomic: `counter` is what those knew who came before. Blocks read it on the next
         fence."""
-        before = dict(counter)
+        self.observe(lane, counter)
+        self.show(lane, counter)
+
+    def show(self, lane: Lane, counter: dict[int, Known]) -> None:
+        """An atomic or a relaxed store: who sees it may know what the last fence showed."""
         known = lane.known.copy()
         known[lane.index] = lane.access >> SLOT_BITS
         shown = list(map(min, known, self.fenced.known))
@@ -244,10 +248,14 @@ class Order:
         elsewhere = lane.elsewhere or Elsewhere({}, {})
         for block, known in elsewhere.seen.items():
             counter[block] = _joined((counter.get(block, []), known))
-        before.pop(self.block, None)
-        if before:
-            lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, before))
         _advance(lane)
+
+    def observe(self, lane: Lane, counter: dict[int, Known]) -> None:
+        """An atomic or a relaxed load of what others have shown: known from the next fence on."""
+        others = {block: known for block, known in counter.items() if block != self.block}
+        if others:
+            elsewhere = lane.elsewhere or Elsewhere({}, {})
+            lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, others))
 
     def waited_for_launches(self, lane: Lane) -> None:
         """`griddepcontrol_wait`."""

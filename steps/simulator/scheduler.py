@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -43,8 +44,10 @@ from steps.simulator.lanes import (
 )
 from steps.simulator.shared_memory import BarrierWait, MBarrier
 
-# Rounds of nothing but polling, by every ready lane, before they are declared deadlocked.
+# Rounds of nothing but polling, by every ready lane, before they are declared deadlocked: by
+# nanosleep, and by relaxed loads, where a kernel may give up by itself after some hundred.
 _PATIENCE = 64
+_PATIENCE_OF_LOADS = 512
 
 _INDEX = attrgetter("index")
 
@@ -67,10 +70,12 @@ class Schedule:
         "in_turn",
         "kernel",
         "lane",
+        "later",
         "main",
         "mapped",
         "new_greenlet",
         "order",
+        "pollers",
         "polls",
         "random",
         "ready",
@@ -95,7 +100,9 @@ class Schedule:
         self.copies: list[BulkCopy] = []  # under way, in the order they were issued
         self.lane: Lane  # the one that runs
         self.error: tuple[Lane, Exception] | None = None
-        self.polls = 0
+        self.polls = 0  # in a row, while nothing changes
+        self.pollers = 0  # the most threads that could go on meanwhile
+        self.later = 0  # blocks that begin when those in flight have ended
         self.main: Any  # the greenlet of the schedule itself
         self.new_greenlet: Any  # the class
         # Greenlets whose lane is done. To make one takes longer than many a lane runs, so another
@@ -130,6 +137,7 @@ class Schedule:
             # A GPU overflows in silence, and so do wrong kernels worth showing.
             with np.errstate(all="ignore"):
                 for start in range(0, len(indices), resident):
+                    self.later = max(0, len(indices) - start - resident)
                     self._run_together(indices[start : start + resident], shared_bytes, start)
         finally:
             for done in self.idle:
@@ -400,14 +408,27 @@ class Schedule:
         self.polls = 0
         self._wake(sorted(lanes, key=_INDEX))
 
-    def poll(self) -> None:
+    def poll(self, patience: int = _PATIENCE) -> None:
         """Let all others run; the lane waits for a change in memory (nanosleep and the like)."""
+        self.pollers = max(self.pollers if self.polls else 0, len(self.ready) + 1)
         self.polls += 1
         if self.copies and self.polls > len(self.ready):  # everybody polls: time for a copy
             self._land()
-        if self.polls > _PATIENCE * (len(self.ready) + 1):
-            raise Deadlock(f"{len(self.ready) + 1} thread(s) poll and nothing changes any more")
+        if self.polls > patience * self.pollers:
+            raise Deadlock(
+                f"{len(self.ready) + 1} thread(s) poll and nothing changes any more"
+                + (
+                    f"; {self.later} of the {prod(self.grid_dim)} blocks have not begun: blocks "
+                    "that wait for each other must all run at once"
+                    if self.later
+                    else ""
+                )
+            )
         self.pause()
+
+    def poll_by_load(self) -> None:
+        """The same, before a relaxed load."""
+        self.poll(_PATIENCE_OF_LOADS)
 
     def pause(self) -> None:
         """Let all others run as far as they can; the lane goes on after them."""

@@ -191,6 +191,14 @@ class GlobalArray(CheckedArray):
         self._watch()
         self.store(index, data)
 
+    def locate_relaxed(self, index: int, size: int) -> int:
+        self._watch()
+        return self.locate_relaxed(index, size)
+
+    def store_relaxed(self, index: int, data: Any) -> None:
+        self._watch()
+        self.store_relaxed(index, data)
+
 
 class _WatchedGlobal(WatchedArray, GlobalArray):
     """One that the kernel stores to, or that launches before may still use."""
@@ -230,6 +238,35 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
         writes.by.update(dict.fromkeys(units, _ATOMIC))
         lane.block.order.atomic(lane, writes.counters.setdefault(at, {}))
 
+    def exchange(self, index, function: Callable) -> Any:
+        old = WatchedArray.exchange(self, index, function)
+        if CheckedArray.__getitem__(self, index) != old:
+            _RUN.current.polls = 0
+        return old
+
+    def locate_relaxed(self, index: int, size: int) -> int:
+        """As `locate`, when all others have run: the lane may be waiting for what they store."""
+        _RUN.current.poll_by_load()
+        offset, lane = self.locate(index, size), _RUN.current.lane
+        counters, at = self._whole._writes.counters, self._begin() + offset
+        for place in range(at, at + size) if counters else ():
+            if place in counters:
+                lane.block.order.observe(lane, counters[place])
+        return offset
+
+    def store_relaxed(self, index: int, data: Any) -> None:
+        lane, size, memory = _RUN.current.lane, len(data), self.writable_bytes
+        offset = CheckedArray.locate(self, index, size)
+        writes, at = self._whole._writes, self._begin() + offset
+        units = self._units(lane, at, size, stores=True)
+        writes.by.update(dict.fromkeys(units, _ATOMIC))
+        counter: dict[int, Known] = {}  # what others stored there is shown no more
+        writes.counters[at] = counter
+        lane.block.order.show(lane, counter)
+        if memory[offset : offset + size] != data:
+            _RUN.current.polls = 0
+        memory[offset : offset + size] = data
+
     def _race(self, doing: str, lane: Any, unit: int, last: int) -> Race:
         block, slot = last >> _BLOCK_BITS, last & SLOT
         byte = unit << self._whole._writes.bits
@@ -238,8 +275,8 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
             return Race(f"{there} stores: a barrier is missing between them")
         return Race(
             f"{there} of block number {block} stores: between them come, there, a fence and an "
-            "atomic that counts the arrival; here, an atomic that sees it, a fence, and a barrier "
-            "with the threads that did neither"
+            "atomic or a relaxed store; here, an atomic or a relaxed load that sees it, a fence, "
+            "and a barrier with the threads that did neither"
         )
 
 

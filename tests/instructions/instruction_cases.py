@@ -45,6 +45,7 @@ from steps.instructions import (
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
+    load_u32x4_relaxed,
     load_u64x2_relaxed,
     low2half2,
     mma_m16n8k8_tf32,
@@ -63,9 +64,11 @@ from steps.instructions import (
     store_f32x4,
     store_u16,
     store_u32,
+    store_u32_relaxed,
     store_u32x2,
     store_u32x4,
     store_u64_relaxed,
+    trap,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
 
@@ -122,6 +125,21 @@ def relaxed_kernel(source, out):
 
 def relaxed_expected(source):
     return (np.ascontiguousarray(source.reshape(-1, 2, 2)[:, ::-1]).reshape(-1),)
+
+
+@cuda.jit
+def relaxed_words_kernel(source, out):
+    """16 bytes, word by word, in the other order."""
+    t = cuda.threadIdx.x
+    words = load_u32x4_relaxed(source, 4 * t)
+    if t > 99:  # no thread
+        trap()
+    for i in range(4):
+        store_u32_relaxed(out, 4 * t + 3 - i, words[i])
+
+
+def relaxed_words_expected(source):
+    return (np.ascontiguousarray(source.reshape(-1, 4)[:, ::-1]).reshape(-1),)
 
 
 @cuda.jit
@@ -903,6 +921,13 @@ CASES = (
         lambda rng: (words(rng, 128),),
         relaxed_expected,
         contains=("LDG.E.128.STRONG.GPU", "STG.E.64.STRONG.GPU"),
+    ),
+    Case(
+        "relaxed_words",
+        relaxed_words_kernel,
+        lambda rng: (words(rng, 128),),
+        relaxed_words_expected,
+        contains=("LDG.E.128.STRONG.GPU", "STG.E.STRONG.GPU", "BPT.TRAP"),
     ),
     Case(
         "transpose",

@@ -23,6 +23,7 @@ from steps.instructions import (
     griddepcontrol_wait,
     load_u32,
     load_u32x4,
+    load_u32x4_relaxed,
     matrix_descriptor,
     mbarrier_arrive,
     mbarrier_arrive_expect,
@@ -31,6 +32,7 @@ from steps.instructions import (
     shfl_xor,
     store_u16,
     store_u32,
+    store_u32_relaxed,
     store_u32x4,
     wgmma_commit,
     wgmma_fence,
@@ -548,6 +550,70 @@ def test_a_fence_adds_to_what_one_before_it_showed():
     out = np.zeros(16, np.uint32)
     simulate(kernel, 3, 1, (out,))
     assert out[2] == 14
+
+
+def hand_over(shown: bool = True, barrier: bool = True, seen: bool = True) -> Any:
+    """Block 0 stores and sets a flag, for which block 1 polls, by relaxed accesses."""
+
+    @cuda.jit
+    def kernel(out, flags):
+        t = cuda.threadIdx.x
+        if cuda.blockIdx.x == 0:
+            store_u32(out, t, t)
+            if shown:
+                fence()
+            if barrier:
+                cuda.syncthreads()
+            if t == 0:
+                store_u32_relaxed(flags, 0, 1)
+        else:
+            while load_u32x4_relaxed(flags, 0)[0] == 0:
+                pass
+            if seen:
+                fence()
+            out[64 + t] = load_u32(out, 63 - t)
+
+    return kernel
+
+
+def test_a_relaxed_store_shows_what_a_relaxed_load_then_sees():
+    for order in ORDERS:
+        out, flags = np.zeros(128, np.uint32), np.zeros(4, np.uint32)
+        simulate(hand_over(), 2, 64, (out, flags), order=order, resident=2)
+        np.testing.assert_array_equal(out[64:], 63 - np.arange(64))
+
+
+@pytest.mark.parametrize("missing", ["shown", "barrier", "seen"])
+def test_relaxed_accesses_without_a_fence_order_nothing(missing):
+    for order in ORDERS:
+        given = np.zeros(128, np.uint32), np.zeros(4, np.uint32)
+        with pytest.raises(Race, match=r"of out, to which thread \d+ of block number \d stores: b"):
+            simulate(hand_over(**{missing: False}), 2, 64, given, order=order, resident=2)
+
+
+def test_a_relaxed_store_ends_what_the_one_before_it_showed():
+    """Block 1 overwrites block 0's flag, and has not fenced: who sees its flag knows of neither."""
+
+    @cuda.jit
+    def kernel(out, flags):
+        block = cuda.blockIdx.x
+        if block == 0:
+            store_u32(out, 0, 7)
+            fence()
+            store_u32_relaxed(flags, 0, 1)
+        elif block == 1:
+            while load_u32x4_relaxed(flags, 0)[0] == 0:
+                pass
+            store_u32_relaxed(flags, 0, 2)
+        else:
+            while load_u32x4_relaxed(flags, 0)[0] != 2:
+                pass
+            fence()
+            out[1] = load_u32(out, 0)
+
+    given = np.zeros(4, np.uint32), np.zeros(4, np.uint32)
+    with pytest.raises(Race, match="a load of byte 0 of out, to which thread 0 of block number 0"):
+        simulate(kernel, 3, 1, given, resident=3)
 
 
 @pytest.mark.parametrize("barrier", [block_barrier, named_barrier])

@@ -9,17 +9,25 @@ import warnings
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int8, int32, uint8, uint32
+from numba import cuda, float32, int8, int32, uint8, uint32, uint64
 from numba.cuda import types
 
 from steps.instructions import (
+    bulk_copy,
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
     fence,
+    fence_mbarrier_init,
     load_u32,
     load_u32x4,
+    load_u32x4_relaxed,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    store_u32_relaxed,
     store_u32x4,
+    trap,
 )
 from steps.simulator.launch import (
     BarrierDivergence,
@@ -185,6 +193,61 @@ def test_blocks_in_flight_together_can_wait_for_each_other(order):
     if order == 0:
         with pytest.raises(Deadlock):
             simulate(relay, 3, 1, (zeros(3), zeros(3)))
+
+
+@cuda.jit
+def meet(flags, limit):
+    """Blocks that count each other's arrivals, and give up after so many looks, if at all."""
+    store_u32_relaxed(flags, 4 * cuda.blockIdx.x, 1)
+    for i in range(cuda.gridDim.x):
+        looks = 0
+        while load_u32x4_relaxed(flags, 4 * i)[0] == 0:
+            looks += 1
+            if looks == limit:
+                trap()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_poll_by_relaxed_loads_must_all_run_at_once(order):
+    flags = np.zeros(16, np.uint32)
+    simulate(meet, 4, 1, (flags, 0), resident=4, order=order)
+    assert flags[::4].tolist() == [1] * 4
+    with pytest.raises(
+        Deadlock,
+        match=r"2 thread\(s\) poll and nothing changes any more; 2 of the 4 blocks have not begun: "
+        r"blocks that wait for each other must all run at once \[block .* `while load_u32x4_rel",
+    ):
+        simulate(meet, 4, 1, (np.zeros(16, np.uint32), 0), resident=2, order=order)
+
+
+def test_a_wait_that_is_bounded_gives_up():
+    with pytest.raises(SimulatorError, match=r"the kernel gives up \(trap\) .*`trap\(\)`"):
+        simulate(meet, 3, 1, (np.zeros(16, np.uint32), 100), resident=2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_arrive_while_threads_poll(order):
+    """Thread 0 waits for a copy, thread 32 for what thread 0 stores then."""
+
+    @cuda.jit
+    def kernel(source, flags):
+        stage = cuda.shared.array(16, uint8, alignment=128)
+        bar = cuda.shared.array(1, uint64)
+        t = cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(bar, 0, 1)
+            fence_mbarrier_init()
+            mbarrier_arrive_expect(bar, 0, 16)
+            bulk_copy(stage, 0, source, 0, 16, bar, 0)
+            mbarrier_wait(bar, 0, 0)
+            store_u32_relaxed(flags, 0, stage[0])
+        if t == 32:
+            while load_u32x4_relaxed(flags, 0)[0] == 0:
+                pass
+
+    flags = np.zeros(4, np.uint32)
+    simulate(kernel, 1, 64, (np.full(16, 7, np.uint8), flags), order=order)
+    assert flags[0] == 7
 
 
 # --- warps
