@@ -112,7 +112,7 @@ def requests_of(
     of_bias = dtype if layer.gate == "clamped" else None
     up = ExpertsRequest(
         layer.format, tokens, layer.chosen, layer.experts, 2 * layer.inner, layer.hidden, dtype,
-        dtype, "int64", bias=of_bias, gate=layer.gate, accuracy=accuracy,
+        dtype, "int64", bias=of_bias, gate=layer.gate, leads=True, accuracy=accuracy,
     )  # fmt: skip
     down = ExpertsRequest(
         layer.format, tokens, layer.chosen, layer.experts, layer.hidden, layer.inner, dtype, dtype,

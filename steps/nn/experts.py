@@ -76,6 +76,7 @@ def _on_gpu(
     experts: int,
     n: int,
     gate: str,
+    leads: bool,
     follows: bool,
     wide: bool,
 ) -> Tensor:
@@ -85,7 +86,9 @@ def _on_gpu(
     "" for none. router: y is [T, N] then. wide: y is float32, else of x's dtype. Everything is on
     one GPU; what is not contiguous, or of a dtype that no kernel reads, is copied.
     """
-    y = _shape_of(x, ids, weights, fast, bias, router, format, experts, n, gate, follows, wide)
+    y = _shape_of(
+        x, ids, weights, fast, bias, router, format, experts, n, gate, leads, follows, wide
+    )
     if not y.numel():
         return y
     k = x.shape[-1]
@@ -94,7 +97,7 @@ def _on_gpu(
     tokens, chosen = ids.shape
     request = ExpertsRequest(
         format, tokens, chosen, experts, n, k, operator.NAMES[x.dtype], operator.NAMES[y.dtype],
-        IDS[ids.dtype], x.ndim == 3, names[0], gate or None, names[1], follows,
+        IDS[ids.dtype], x.ndim == 3, names[0], gate or None, names[1], leads, follows,
         "fast" if fast else "exact",
     )  # fmt: skip
     with torch.cuda.device(x.device):
@@ -109,7 +112,8 @@ def _on_gpu(
 
 def _shape_of(
     x: Tensor, ids: Tensor, weights: list[Tensor], fast: list[Tensor], bias: Tensor | None,
-    router: Tensor | None, format: str, experts: int, n: int, gate: str, follows: bool, wide: bool,
+    router: Tensor | None, format: str, experts: int, n: int, gate: str, leads: bool, follows: bool,
+    wide: bool,
 ) -> Tensor:  # fmt: skip
     outputs = n // 2 if gate else n
     shape = (len(ids), outputs) if router is not None else (*ids.shape, outputs)
@@ -426,19 +430,19 @@ class QuantExperts(nn.Module):
             return self._on_cpu(x, ids, router, wide)
         dtype = x.dtype
         if fused := bool(self._arrays("gate_up")):
-            x = self._launched("gate_up", x, ids, gate=self._gate)
+            x = self._launched("gate_up", x, ids, gate=self._gate, leads=True)
         else:
             x = self._gated(self._launched("gate", x, ids), self._launched("up", x, ids)).to(dtype)
         return self._launched("down", x, ids, router, follows=fused, wide=wide)
 
     def _launched(
         self, name: str, x: Tensor, ids: Tensor, router: Tensor | None = None, gate: str = "",
-        follows: bool = False, wide: bool = False,
+        leads: bool = False, follows: bool = False, wide: bool = False,
     ) -> Tensor:  # fmt: skip
         n = {"gate_up": 2 * self.inner, "down": self.hidden}.get(name, self.inner)
         return _product(
             x, ids, self._arrays(name), self._arrays(f"{name}_fast"), self._bias(name), router,
-            self.formats["gate" if gate else name], self.num_experts, n, gate, follows, wide,
+            self.formats["gate" if gate else name], self.num_experts, n, gate, leads, follows, wide,
         )  # fmt: skip
 
     def _on_cpu(self, x: Tensor, ids: Tensor, router: Tensor | None, wide: bool) -> Tensor:

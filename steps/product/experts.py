@@ -548,6 +548,7 @@ def plan(
     dtype: Any = np.float32,
     input: Any = np.float32,
     accuracy: Accuracy | None = None,
+    leads: bool = False,
     follows: bool = False,
     stream: Any = None,
     machine: Gpu | Simulator | None = None,
@@ -558,9 +559,10 @@ def plan(
     per_slot: whether a is [T, S, K].
     bias, router, ids, dtype, input: dtypes of bias (None for none), of the router's weights (None:
             no sum), of ids, of out and of a.
-    follows : the launch queued before each call is one of a plan for the same ids, as the product
-            with gates and ups is before that with downs: this one then begins to read weights
-            while that one still runs.
+    leads, follows: of two plans for the same ids, as those of gates and ups and of downs are. out
+            of the one that leads is `a` of the one that follows, whose call is queued right behind,
+            and nothing else reads it: its rows may be in the order of experts. The one that follows
+            begins to read weights while the other still runs.
     gate, accuracy, stream, machine : see `experts`. Raises what `experts` does.
     """
     for name, value in (("tokens", tokens), ("chosen", chosen)):
@@ -580,7 +582,7 @@ def plan(
     request = ExpertsRequest(
         packed.format, int(tokens), int(chosen), packed.experts, packed.n, packed.k,
         float_name(input, "input"), float_name(dtype), of_ids, per_slot, of_bias, gate, of_router,
-        follows, _accuracy(accuracy, packed),
+        leads, follows, _accuracy(accuracy, packed),
     )  # fmt: skip
     require_product(request)
     return ExpertsPlan(packed, request, stream)
@@ -615,7 +617,7 @@ class ExpertsPlan:
                 a, self._weights, ids, bias=bias, gate=asked.gate, router=router, out=out,
                 dtype=asked.c, accuracy=known_accuracy(asked.accuracy), explain=True,
             )[1].request  # fmt: skip
-            if made != replace(asked, follows=False):
+            if made != replace(asked, leads=False, follows=False):
                 raise ValueError(f"the plan is for {asked}, got {made}")
             return
         if out is None:

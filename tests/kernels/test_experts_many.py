@@ -19,7 +19,7 @@ from reference.product import same_operands
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
-from steps.kernels.experts import few, many, rounded, routing
+from steps.kernels.experts import few, many, routing, sorted_rows
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.gates import gated
 from steps.product.experts import choose
@@ -46,12 +46,14 @@ def sorted_by_numpy(ids: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarr
 
 
 def check_routing(ids: np.ndarray, experts: int, machine: Any) -> None:
-    rows = machine.array(np.full(ids.size + 8, -7, np.int32))
-    offsets = machine.array(np.full(experts + 9, -7, np.int32))
-    machine.run(routing.launch(machine.array(ids), rows[: ids.size], offsets[: experts + 1]))
+    rows, places = (machine.array(np.full(ids.size + 8, -7, np.int32)) for _ in range(2))
+    offsets, n = machine.array(np.full(experts + 9, -7, np.int32)), ids.size
+    made = rows[:n], offsets[: experts + 1], places[:n]
+    machine.run(routing.launch(machine.array(ids), *made))
     wanted, begin = sorted_by_numpy(ids, experts)
     np.testing.assert_array_equal(machine.host(rows), [*wanted, *[-7] * 8])
     np.testing.assert_array_equal(machine.host(offsets), [*begin, *[-7] * 8])
+    np.testing.assert_array_equal(machine.host(places), [*np.argsort(wanted), *[-7] * 8])
 
 
 @pytest.mark.parametrize(
@@ -85,24 +87,46 @@ def test_positions_by_expert_on_a_gpu() -> None:
     check_routing(np.zeros((4096, 8), np.int32), 128, machine)
 
 
-# --- A to int8 ------------------------------------------------------------------------------------
+# --- A in the order of experts --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_rows_become_int8_as_in_dense_products(dtype: str) -> None:
-    """Bit for bit: a NaN and an infinity spoil their own rows, of rows that a block does not
-    fill."""
+def test_rows_in_the_order_of_experts(
+    dtype: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what dense products make of them, of rows that a block does not fill and of which
+    registers hold a part: a NaN and an infinity spoil their own rows."""
+    monkeypatch.setattr(sorted_rows, "MOST_LOADS", 2)
     given = np.random.default_rng(1).standard_normal((11, 288), dtype=np.float32)
     given[3, 7], given[5, 287], given[8] = np.nan, np.inf, 0
-    a, machine = as_dtype(given, dtype), Simulator(3)
-    made = rounded.rounded_rows(machine.array(a), machine)
-    machine.run(made.launches[0])
-    codes, scales = map(machine.host, made.arrays)
-    wanted = Tokens.of_values(float64_of(a).astype(np.float32))
-    np.testing.assert_array_equal(codes, wanted.q)
-    np.testing.assert_array_equal(scales, wanted.d)
-    long = np.zeros((1, 128 * rounded.MOST_LOADS + 32), np.float16)
-    assert rounded.rounded_rows(long, machine).launches[0].kernel.__name__ == "by_rows"
+    for a, slots, ordered in ((as_dtype(given, dtype), 3, False), (given[:6], 1, True)):
+        m, machine = len(a), Simulator(3)
+        places = np.random.default_rng(2).permutation(m * slots).astype(np.int32)
+        made, launches = sorted_rows.sorted_rows(
+            machine.array(a), machine.array(places), m * slots, machine, ordered=ordered, fast=fast
+        )
+        for launch in launches:
+            machine.run(launch)
+        rows = np.arange(m) if ordered else np.argsort(places) // slots
+        values = float64_of(a).astype(np.float32)
+        wanted: tuple[np.ndarray, ...] = (a,)
+        if fast:
+            tokens = Tokens.of_values(values)
+            wanted = tokens.q, tokens.d
+        elif a.dtype == np.float32:
+            halves = Halves.of_values(values)
+            wanted = halves.h, halves.factor
+        assert len(made) == len(wanted)
+        for got, want in zip(made, wanted, strict=True):
+            np.testing.assert_array_equal(machine.host(got), want[rows])
+
+
+def test_rows_that_lie_in_order_need_no_pass() -> None:
+    a = np.zeros((4, 64), np.float16)
+    made, launches = sorted_rows.sorted_rows(a, None, 4, Simulator(1), ordered=True, fast=False)
+    assert made == (a,)
+    assert not launches
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -173,6 +197,11 @@ class Case:
             error = error + (ROUNDOFF[r.c] + 2.0**-20) * (np.abs(want) + error)  # of each product
             error = (error * weights).sum(1)
             want = (want * weights).sum(1)
+        self.order = sorted_by_numpy(self.ids, r.experts)[0]
+        if r.leads:
+            want, error = (
+                x.reshape(r.slots, -1)[self.order].reshape(x.shape) for x in (want, error)
+            )
         self.want, self.off = want, error + ROUNDOFF[r.c] * (np.abs(want) + error) + 2.0**-25
 
     def launches(self, machine: Any) -> tuple[Any, Any]:
@@ -185,6 +214,8 @@ class Case:
         guarded = machine.array(around)
         out = guarded[GUARD : GUARD + size].reshape(*self.want.shape)
         given = [np.concatenate(packed), np.concatenate(scales), self.a, self.ids]
+        if r.follows:
+            given[2] = self.a[self.order]
         packed, scales, a, ids = (machine.array(np.ascontiguousarray(x)) for x in given)
         bias, router = (None if x is None else machine.array(x) for x in (self.bias, self.router))
         operands = ExpertsOperands(packed, scales, a, ids, out, bias, router)
@@ -242,7 +273,13 @@ CASES = {
         "random",
     ),
     "a sum of odd sizes": (replace(NARROW, n=71, k=672, router="bfloat16"), "skewed"),
+    "leads": (replace(SMALL, n=160, gate="silu", leads=True), "random"),
+    "follows": (replace(SMALL, per_slot=True, follows=True), "random"),
     "fast": (replace(SMALL, accuracy="fast"), "random"),
+    "fast, follows, leads": (
+        replace(NARROW, c="float32", per_slot=True, follows=True, leads=True, accuracy="fast"),
+        "skewed",
+    ),
     "fast, gated, bias, bfloat16": (
         replace(NARROW, n=288, gate="silu", bias="float16", per_slot=True, accuracy="fast"),
         "skewed",
@@ -346,7 +383,7 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
     arrays = (
         np.zeros(16, np.uint8),
         np.zeros(4, np.float32),
-        np.zeros((1, 1), array_dtype(request.a)),
+        np.zeros((1, 32), array_dtype(request.a)),
     )
     bias = np.zeros((1, 1), np.float32) if request.bias else None
     out = np.zeros((1, 1, 1), array_dtype(request.c))
@@ -360,7 +397,7 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
         assert not code.count("CALL", "DADD", "DMUL", "DFMA", "LDL", "STL")
     # 64 K of two accumulator halves
     assert (code.count("HGMMA"), code.count("IGMMA")) == ((0, 4) if fast else (8, 0))
-    assert code.count("LDGSTS") == (4 if fast else 8)
+    assert code.count("UTMALDG") == (1 if fast else 2)
     assert launches[-1].shared_bytes <= 227 * 1024
 
 
@@ -374,10 +411,16 @@ ON_A_GPU = {
     "clamped": replace(BFLOATS, c="float16", format="mxfp4", bias="bfloat16", gate="clamped"),
     "float32": replace(LARGE, a="float32", c="float32", format="q8_0", per_slot=True, n=130),
     "sum": replace(LARGE, format="q4_1", per_slot=True, router="float16"),
+    "leads": replace(BFLOATS, gate="silu", leads=True),
+    "follows": replace(LARGE, per_slot=True, router="float16", follows=True),
     "q6_k": replace(LARGE, format="q6_k", k=768, tokens=3000),
     "fast": replace(LARGE, n=520, accuracy="fast"),
     "fast, clamped": replace(
         BFLOATS, c="float16", format="mxfp4", bias="bfloat16", gate="clamped", accuracy="fast"
+    ),
+    "fast, leads": replace(LARGE, gate="silu", leads=True, accuracy="fast"),
+    "fast sum that follows": replace(
+        LARGE, per_slot=True, router="float32", follows=True, accuracy="fast"
     ),
     "fast sum": replace(LARGE, format="q5_1", per_slot=True, router="float16", accuracy="fast"),
 }

@@ -40,8 +40,11 @@ class ExpertsRequest:
               and C[t, s] has N / 2 outputs.
     router  : None, or the dtype of the router's weights [T, S]: C is then [T, N], the sum over s of
               weight times product.
-    follows : the launch before the product's first is one of another product of these ids, which
-              wrote A and neither ids nor the router's weights.
+    leads   : C is for another product of these ids alone, as its A: each row is somewhere in it,
+              where that product `follows` and looks for it. Of the same T, S and E both have
+              kernels of the same kind.
+    follows : the launch before the product's first is one of a product of these ids that `leads`,
+              which wrote A, a row for each slot, and neither ids nor the router's weights.
     accuracy: "exact", or "fast" to allow kernels that requantize W, see `steps.gemm`.
     """
 
@@ -58,6 +61,7 @@ class ExpertsRequest:
     bias: str | None = None
     gate: str | None = None
     router: str | None = None
+    leads: bool = False
     follows: bool = False
     accuracy: str = "exact"
 

@@ -3,38 +3,29 @@
     C[p] = A[p // S] @ dequantize(W[e])[N, K]^T         of each position p of expert e
 
 What is new
-    The kernel of `steps.kernels.prefill.wgmma_float16`, whose producers also find their tile: the
+    The kernel of `steps.kernels.prefill.wgmma_float16`, whose producer also finds its tile: the
     positions of an expert are cut into tiles (`routing` has sorted them), and each thread block
-    counts the tiles of all experts, so that no list of them is made and the host knows nothing. The
-    rows of A of a tile lie anywhere, and no tensor map gathers on compute capability 9.0. So the
-    four warps of the producer copy 16 bytes a lane, each row where its token is, to where a tensor
-    map would have left them.
+    counts the tiles of all experts, so that no list of them is made and the host knows nothing.
+    Rows of A lie in the same order (`sorted_rows`), so that a tensor map copies those of a tile.
 
         offsets  0        300  300         520       positions of experts 0, 1, 2
         tiles    [128][128][44]  [128][92]           each times the tiles along N
 
-    cp.async does not report bytes to an mbarrier. Whoever copied waits for its own copies, makes
-    them known to wgmma, and then arrives. So that nobody else waits meanwhile, the producer's warps
-    take stages in turn: while one waits for its stage, three fill the next ones.
-
-        warp 8    | copies of step 0, wait, announce | step 4 ...
-        warp 9       | copies of step 1 ...             | step 5 ...
+    The last box of an expert has rows of the next one: their sums are not stored.
 Why it should help
     A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
     until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
     once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
     weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP,
     and tiles of 144 rows multiply 1.14 times as many: 510 us at 690 TFLOPS.
-    "fast" is the same with int8: A with a scale a token (`rounded`), weights requantized with one a
-    row, of which step 15 tells. A stage of A is half as large, and a tile has half the cycles.
+    "fast" is the same with int8: A with a scale a token, weights requantized with one a row, of
+    which step 15 tells. A stage of A is half as large, and a tile has half the cycles.
 What it costs
-    The copies of A are instructions, 64 of a warp for a stage of 128 tokens. A pass that sorts A
-    first would write and read 134 MB at 4096 tokens: 60 us. Boxes of a tensor map that are one row
-    high need none, and take 26 cycles each: twice as long.
+    A pass that sorts A, of 134 MB at 4096 tokens, unless the product before has left it in order.
 Machine code
-    HGMMA, or IGMMA, with its A from registers, LDGSTS.BYPASS.128, UBLKCP, no spills.
+    HGMMA, or IGMMA, with its A from registers, UTMALDG and UBLKCP in the producer, no spills.
 Prerequisites
-    Step 14, `routing` and `scatter`.
+    Step 14, `routing`, `sorted_rows` and `scatter`. Step 20 has producers that gather A themselves.
 """
 
 from __future__ import annotations
@@ -50,8 +41,6 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import FORMATS
 from qformats.repack import (
-    CHUNK,
-    CHUNK_HALVES,
     KNOWN,
     TILE_GROUP,
     TILE_K,
@@ -70,20 +59,14 @@ from steps.contract import (
 )
 from steps.instructions import (
     BOX_K,
+    TensorMap,
     barrier_arrive,
     barrier_sync,
     bulk_copy,
-    cp_async_16_zfill,
-    cp_async_commit,
-    cp_async_wait,
-    fence_mbarrier_init,
-    fence_proxy_async,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_u32,
-    load_u32x4,
-    mbarrier_arrive,
-    mbarrier_init,
+    prefetch_tensor_map,
     setmaxnreg_dec,
     setmaxnreg_inc,
     shfl,
@@ -91,9 +74,8 @@ from steps.instructions import (
     store_f32,
     store_u16,
     swizzled_descriptor,
-    wgmma_commit,
-    wgmma_fence,
-    wgmma_s8,
+    tensor_copy,
+    tensor_map_address,
     wgmma_wait,
     zeros_f32,
     zeros_i32,
@@ -105,14 +87,14 @@ from steps.kernels.experts.contract import (
     ExpertsOperands,
     ExpertsRequest,
 )
-from steps.kernels.experts.rounded import rounded_rows
 from steps.kernels.experts.scatter import scatter
-from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.experts.sorted_rows import sorted_rows
 from steps.kernels.parts.epilogue.half_tile import WARPGROUP
 from steps.kernels.parts.weights.int8 import byte_format
-from steps.kernels.prefill.ring import BARRIER_BYTES, mbarrier_ring
-from steps.kernels.prefill.wgmma_int8 import INSTRUCTIONS, NEXT_32_K
-from steps.kernels.prefill.wgmma_products import HalfStage, half_stage
+from steps.kernels.prefill.ring import mbarrier_ring
+from steps.kernels.prefill.stage_copies import box_copies
+from steps.kernels.prefill.wgmma_int8 import INSTRUCTIONS
+from steps.kernels.prefill.wgmma_products import NEXT_32_K, byte_half_stage, half_stage
 from steps.kernels.prefill.wgmma_tiles import (
     H200_TILE_END,
     INT8_MOST_K,
@@ -136,7 +118,6 @@ def most_tokens(bits: int, fast: bool, scaled: bool, gated: bool) -> int:
 WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
 CONSUMERS: Final = WARPGROUPS * WARPGROUP
 CONSUMER_WARPS: Final = CONSUMERS // 32
-PRODUCER_WARPS: Final = WARPGROUP // 32
 HALF: Final = 64 * WARPGROUPS  # features of an accumulator half of all warpgroups
 H200_ROWS: Final = 6
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
@@ -144,45 +125,21 @@ H200_ROWS: Final = 6
 STAGES: Final = 8  # of the ring, at most
 STAGINGS: Final = ((32, 2), (16, 2), (16, 1))  # of `scatter`, the last for the sake of a stage
 STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
-REGISTERS: Final = (224, 56)  # of consumers and producers: 2 x 224 + 56 are the 504 of 3 x 168
-ROWS_AT_ONCE: Final = 4  # that a warp of the producer copies together, 64 K of each
+REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
 BOX_ROW: Final = 2 * BOX_K  # bytes
-BOX_CHUNKS: Final = BOX_ROW // 16
-
-
-@cache
-def byte_half_stage(format_name: str) -> HalfStage:
-    """`half_stage` of int8 weights, for tokens in int8: a box has 128 K, of which a half stage has
-    two descriptors. Step 15 teaches it."""
-    form = byte_format(format_name)
-    words, scales, fragments = form.words, form.scales, form.fragments
-
-    @cuda.jit(device=True, forceinline=True)
-    def load(memory, at, lane, half):
-        return words(memory, at, lane, half), scales(memory, at, lane, half)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, loaded, b):
-        w0, w1 = fragments(loaded[0], loaded[1], 0), fragments(loaded[0], loaded[1], 1)
-        wgmma_fence()
-        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
-        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_32_K, 1)
-        wgmma_commit()
-        return acc
-
-    return HalfStage(form.tile_bytes, load, multiply)
 
 
 @cache
 def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, gate: str | None,
-    tile: tuple[int, int], stages: int, stagger: int, staging: tuple[int, int],
+    ordered: bool, tile: tuple[int, int], stages: int, stagger: int, staging: tuple[int, int],
 ) -> tuple[Any, int]:  # fmt: skip
     """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
     (features, tokens) and a ring of `stages`, the first warpgroup `stagger` of them before the
     other, and `staging` of `scatter`; its shared memory in bytes without the tables of experts,
-    `table_bytes`). scaled: tokens have scales. gate: of a tile of 256 rows of W 128 are gates and
-    128 their ups, and C has what `GATE_OF` makes of them."""
+    `table_bytes`). scaled: tokens have scales. ordered: C keeps the order of experts. gate: of a
+    tile of 256 rows of W 128 are gates and 128 their ups, and C has what `GATE_OF` makes of
+    them."""
     (bn, bm), of_bytes = tile, kind == "int8"
     form = byte_half_stage(fmt.name) if of_bytes else half_stage(fmt.name, kind)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
@@ -194,30 +151,25 @@ def kernel(
     if is_gated:  # row tiles of gates and ups in turn
         acc_half_bytes, warp_bytes = tile_bytes, 2 * tile_bytes
     box_bytes, w_bytes = BOX_ROW * bm, bn // TILE_ROWS * tile_bytes
-    boxes, chunk_k = (1, CHUNK) if of_bytes else (2, CHUNK_HALVES)  # of 128 K; K of 16 bytes
+    boxes = 1 if of_bytes else 2  # of 128 K
     half_of_a = 2 * NEXT_32_K if of_bytes else box_bytes // 16  # in a descriptor: 64 K
     a_bytes, weights_at = boxes * box_bytes, stages * boxes * box_bytes
     group_bytes = TILE_GROUP * tile_bytes
-    first_barrier = weights_at + stages * w_bytes
-    ring = mbarrier_ring(stages, first_barrier)
-    next_stage, wait_empty, expect = ring.next_stage, ring.wait_empty, ring.expect
+    ring, copy_boxes = mbarrier_ring(stages, weights_at + stages * w_bytes), box_copies(bm)
+    make_ring, next_stage = ring.make, ring.next_stage
+    wait_empty, expect = ring.wait_empty, ring.expect
     full, wait_full, release = ring.full, ring.wait_full, ring.release
     area_at = ceil_div(ring.end, 128) * 128
     sum_kind = int32 if of_bytes else float32
-    end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind)
+    end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind, ordered)
     load_tokens, put_tokens = end.load_tokens, end.put_tokens
     load_features = end.load_features
     sums, gated, store, wait_for_stores = end.sums, end.gated, end.store, end.wait_for_stores
-    # of int32: a table of rows of A for each producer warp, then offsets[E + 1], first_tile[E + 1]
-    sources_at, each_row = area_at // 4 + WARPGROUPS * end.area_bytes // 4, bm // ROWS_AT_ONCE
-    offsets_at = sources_at + PRODUCER_WARPS * bm
+    # of int32: offsets[E + 1], first_tile[E + 1]
+    offsets_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4
     n_acc, no_sums = bm // 2, (zeros_i32 if of_bytes else zeros_f32)(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    wait_for_copies = cp_async_wait(0)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
-    # Warps of the producer that take stages in turn. With more than there are stages, one could
-    # wait for the round after next of a stage, which its parity does not tell from this one.
-    turns = min(PRODUCER_WARPS, stages)
     stagger_barrier = 1 + WARPGROUPS  # the named barrier behind those of `store`
 
     @cuda.jit(device=True, forceinline=True)
@@ -279,95 +231,47 @@ def kernel(
             source = (int64(group) * steps + step) * group_bytes
             bulk_copy(memory, to + i * group_bytes, w, source, group_bytes, memory, barrier)
 
-    @cuda.jit(device=True, forceinline=True)
-    def find_sources(tables, table_at, a, rows, first, there, slots, lane):
-        """By a producer warp: where the rows of A of a tile begin, in 16-byte chunks, those that a
-        lane copies side by side; rows beyond the tile are its last one, so that no copy asks."""
-        chunks = int32(uint32(a.shape[1]) // uint32(chunk_k))
-        for r in range(lane, bm, 32):
-            position = uint32(load_u32(rows, int32(first + min(int32(r), int32(there - 1)))))
-            at = table_at + (r & (ROWS_AT_ONCE - 1)) * each_row + r // ROWS_AT_ONCE
-            tables[at] = int32(int32(position // uint32(slots)) * chunks)
-        cuda.syncwarp()
-
-    @cuda.jit(device=True, forceinline=True)
-    def copy_rows(memory, tables, table_at, at, a, step, there, lane):
-        """By a producer warp: 128 K of the rows of a tile to byte `at`, as tensor maps leave them.
-        K beyond A, where weights are zeros, become zeros: 0 * NaN would be NaN. Of rows beyond the
-        tile whole sixteens are left as they are: their sums are not stored."""
-        row, chunk = int32(lane >> 3), int32(lane & 7)
-        k = int32(step * (TILE_K // chunk_k) + chunk)  # in chunks: indices of 32 bits
-        left = int32(uint32(a.shape[1]) // uint32(chunk_k)) - k
-        lower, upper = uint32(16 if left > 0 else 0), uint32(16 if left > BOX_CHUNKS else 0)
-        even = int32(at + row * BOX_ROW + (chunk ^ row) * 16)  # of rows 0 to 3 of eight
-        odd = int32(at + (row + 4) * BOX_ROW + (chunk ^ (row + 4)) * 16)
-        table_at = int32(table_at + row * each_row)
-        for _ in range((there + 15) >> 4):  # sixteen rows, four of a lane
-            four = load_u32x4(tables, table_at)
-            for j in range(4):
-                source = int64(uint32(uint32(four[j]) + uint32(k))) * chunk_k
-                to = int32((odd if j & 1 else even) + j // 2 * (8 * BOX_ROW))
-                cp_async_16_zfill(memory, to, a, source, lower)
-                if boxes == 2:
-                    cp_async_16_zfill(memory, to + box_bytes, a, source + BOX_K, upper)
-            table_at = int32(table_at + 4)
-            even, odd = int32(even + 16 * BOX_ROW), int32(odd + 16 * BOX_ROW)
-        cp_async_commit()
-
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
-    def experts_many(a, w, row_scales, token_scales, bias, c, rows, offsets, sizes):
-        """c[p] = a[p // S] @ dequantize(w[e])[N, K]^T for the positions p of all experts e; rows
-        and offsets of `routing`, w of qformats.repack.tiles, those of the experts one after the
-        other. sizes: E, steps of 128 K, groups of 128 rows of an expert, S (1 where each position
-        has a row of A), and N of c[P, N]."""
+    def experts_many(a_map, w, row_scales, token_scales, bias, c, rows, offsets, sizes):
+        """c[rows[r]] = a[r] @ dequantize(w[e])[N, K]^T for the rows r of all experts e, c[r] where
+        C keeps this order; rows and offsets of `routing`, a_map of a[P, K] and token_scales[P] of
+        `sorted_rows`, w of qformats.repack.tiles, those of the experts one after the other. sizes:
+        E, steps of 128 K, groups of 128 rows of an expert, and N of c[P, N]."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
         tables = cuda.shared.array(0, int32, alignment=1024)
-        experts, steps, groups, slots, N = sizes
+        a = tensor_map_address(a_map)
+        experts, steps, groups, N = sizes
         t = int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
         if t == 0:
-            for i in range(stages):  # full: the copies of weights are expected, A has arrived
-                mbarrier_init(memory, first_barrier + BARRIER_BYTES * i, 2)
-                mbarrier_init(memory, first_barrier + BARRIER_BYTES * (stages + i), CONSUMER_WARPS)
-            fence_mbarrier_init()
+            make_ring(memory, CONSUMER_WARPS)
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
         count_tiles(tables, offsets, experts, t)
         tiles_n = int32(uint32(N + features - 1) // uint32(features))
         tiles_c = int32(tables[offsets_at + 2 * experts + 1] * tiles_n)
         stage, parity, tile_id = int32(0), int32(0), int32(cuda.blockIdx.x)
-        if warp >= CONSUMER_WARPS:
+        if warp >= CONSUMER_WARPS:  # the producer: one lane of one warp
             dec_registers()
-            own = int32(warp - CONSUMER_WARPS)
-            table_at = sources_at + own * bm
-            if own >= turns:
+            if warp > CONSUMER_WARPS:
                 return
-            left = own  # steps until the warp's next one
-            for _ in range(own):
-                stage, parity = next_stage(stage, parity)
+            if lane == 0:
+                prefetch_tensor_map(a)
             while tile_id < tiles_c:
-                expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
-                if left < steps:
-                    find_sources(tables, table_at, a, rows, first, there, slots, lane)
-                step = left
-                while step < steps:
+                expert, first, _, n0 = find(tables, tile_id, tiles_n, experts)
+                for step in range(steps):
                     wait_empty(memory, stage, parity)
                     if lane == 0:
-                        expect(memory, stage, w_bytes)
+                        expect(memory, stage, a_bytes + w_bytes)
+                        to, barrier = stage * a_bytes, full(stage)
+                        if of_bytes:
+                            tensor_copy(memory, to, a, step * TILE_K, first, memory, barrier)
+                        else:
+                            copy_boxes(memory, to, a, first, step * TILE_K, barrier)
                         to = weights_at + stage * w_bytes
-                        copy_weights(memory, to, w, expert, n0, step, steps, groups, full(stage))
+                        copy_weights(memory, to, w, expert, n0, step, steps, groups, barrier)
                     cuda.syncwarp()
-                    at = stage * a_bytes
-                    copy_rows(memory, tables, table_at, at, a, step, there, lane)
-                    wait_for_copies()
-                    fence_proxy_async()
-                    cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive(memory, full(stage))
-                    for _ in range(turns):
-                        stage, parity = next_stage(stage, parity)
-                    step = int32(step + turns)
-                left = int32(step - steps)
+                    stage, parity = next_stage(stage, parity)
                 tile_id = int32(tile_id + cuda.gridDim.x)
             return
 
@@ -382,7 +286,7 @@ def kernel(
         while tile_id < tiles_c:
             expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
             acc, acc1, step, half = no_sums(), no_sums(), int32(0), int32(0)
-            tokens = load_tokens(rows, token_scales, first, there, slots)
+            tokens = load_tokens(rows, token_scales, first, there)
             while True:
                 # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
                 # newest product running: registers of the other are free. It is a loop, and not
@@ -444,7 +348,7 @@ def kernel(
         # rows without an expert are NaN
         i, positions = int32(tables[offsets_at + experts] + cuda.blockIdx.x), int32(rows.shape[0])
         while i < positions:
-            begin = int64(load_u32(rows, i)) * N
+            begin = int64(i if ordered else load_u32(rows, i)) * N
             for n in range(t, N, CONSUMERS):
                 if to_floats:
                     store_f32(c, begin + n, float32(np.nan))
@@ -492,19 +396,21 @@ def tile_tokens(stored_as: Any, fast: bool, rows: float, bn: int, steps: int, mo
 def launches(
     request: ExpertsRequest, given: ExpertsOperands, machine: Machine, fast: bool = False
 ) -> tuple[Launch, ...]:
-    """All launches: the pass that rounds float32 A, or A to int8 where it is `fast`, the routing,
+    """All launches: the routing, the pass that sorts A and rounds it, to int8 where it is `fast`,
     the product, and the sum over a token's experts, of products in the dtype of C."""
-    activations = (rounded_rows if fast else float16_rows)(given.a, machine)
-    rows_type, offsets_type = routing.sizes(request.slots, request.experts)
-    rows, offsets = machine.empty(*rows_type), machine.empty(*offsets_type)
+    types = routing.sizes(request.slots, request.experts)
+    rows, offsets, places = (machine.empty(*one) for one in types)
+    a, passes = sorted_rows(
+        given.a, places, request.slots, machine, ordered=request.follows, fast=fast
+    )
     c = given.out
     if request.router is not None:
         shape = request.tokens, request.chosen, request.n
         c = machine.empty(shape, array_dtype(request.c))
     return (
-        *activations.launches,
-        routing.launch(given.ids, rows, offsets),
-        product(request, given, activations.arrays, rows, offsets, c, fast),
+        routing.launch(given.ids, rows, offsets, places),
+        *passes,
+        product(request, given, a, rows, offsets, c, fast),
         *(() if request.router is None else [weighted.launch(c, given.router, given.out)]),
     )
 
@@ -513,7 +419,7 @@ def product(
     request: ExpertsRequest, given: ExpertsOperands, activations: tuple[Any, ...], rows: Any,
     offsets: Any, c: Any, fast: bool,
 ) -> Launch:  # fmt: skip
-    """The launch of the products alone, of what `routing` made of the ids."""
+    """The launch of the products alone, of what `routing` made of ids and `sorted_rows` of A."""
     stored_as: Any = (byte_storage_format if fast else storage_format)(FORMATS[request.format])
     a, *scales = activations
     steps, groups = ceil_div(request.k, TILE_K), request.row_tiles // TILE_GROUP
@@ -521,19 +427,19 @@ def product(
     each, gated = request.slots / request.experts, request.gate is not None
     most = most_tokens(stored_as.bits, fast, bool(scales), gated)
     bm = tile_tokens(stored_as, fast, each, bn, steps, most)
-    kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
+    kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate, request.leads
     for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):
         stagger = min(STAGGER, stages - 2)
         run, shared_bytes = kernel(stored_as, *kinds, (bn, bm), stages, stagger, staging)
         shared_bytes += table_bytes(request.experts)
         if shared_bytes <= shared_memory():
             break
-    slots = 1 if request.per_slot else request.chosen
-    sizes = tuple(map(np.int32, (request.experts, steps, groups, slots, request.outputs)))
+    sizes = tuple(map(np.int32, (request.experts, steps, groups, request.outputs)))
     unused = given.row_scales  # where there are no token scales, or no bias
     args = (
-        a, given.packed, given.row_scales, scales[0] if scales else unused,
-        unused if given.bias is None else given.bias, c, rows, offsets, sizes,
+        TensorMap(a, (bm, BOX_ROW if fast else BOX_K)), given.packed, given.row_scales,
+        scales[0] if scales else unused, unused if given.bias is None else given.bias, c, rows,
+        offsets, sizes,
     )  # fmt: skip
     tiles_n = ceil_div(request.outputs, HALF if request.gate else bn)
     tiles_c = tiles_n * (request.slots // bm + min(request.slots, request.experts))  # at most

@@ -6,6 +6,7 @@ counting sort puts the positions of each expert side by side, in their own order
     ids      2  0 | 2  1 | 0  2            three tokens, two slots
     rows     1  4 | 3    | 0  2  5         positions by expert
     offsets  0      2      3        6      where those of experts 0, 1, 2 begin; the end of the last
+    places   3  0 | 4  2 | 1  5            where a position is in rows
 
 What is new
     A thread block for each expert, and one launch. A block reads all ids and counts those that are
@@ -88,21 +89,22 @@ def kernel(of_ids: str) -> Any:
         return x
 
     @cuda.jit(device=True, forceinline=True)
-    def write(rows, row, first, equal, lane):
-        """The positions of a batch to rows[row ...]; the row behind them."""
+    def write(rows, places, row, first, equal, lane):
+        """The positions of a batch to rows[row ...], and where they are; the row behind them."""
         before = uint32((1 << lane) - 1)
         for i in range(IN_FLIGHT):
             here = uint32(cuda.ballot_sync(EVERY_LANE, (equal >> i & 1) == 1))
             if equal >> i & 1:
                 place = int32(row + cuda.popc(here & before))
                 store_u32(rows, place, uint32(first + 32 * i + lane))
+                store_u32(places, int32(first + 32 * i + lane), uint32(place))
             row = int32(row + cuda.popc(here))
         return row
 
     @cuda.jit(launch_bounds=(THREADS, 1))
-    def route(ids, rows, offsets):
-        """rows, offsets of ids[T, S], see the module; int32 rows[T S], offsets[E + 1]. Thread block
-        e has the rows of expert e, the last one those of none."""
+    def route(ids, rows, offsets, places):
+        """rows, offsets, places of ids[T, S], see the module; int32 rows[T S], offsets[E + 1],
+        places[T S]. Thread block e has the rows of expert e, the last one those of none."""
         griddepcontrol_launch_dependents()
         counts, kept = cuda.shared.array((2, WARPS), int32), cuda.local.array(KEPT, int32)
         experts, count = int32(offsets.shape[0] - 1), int32(rows.shape[0])
@@ -136,20 +138,21 @@ def kernel(of_ids: str) -> Any:
         if equal > 0:
             for q in range(KEPT):
                 if begin + q * at_once < end:
-                    row = write(rows, row, int32(begin + q * at_once), kept[q], lane)
+                    row = write(rows, places, row, int32(begin + q * at_once), kept[q], lane)
             for first in range(begin + KEPT * at_once, end, at_once):
                 found = batch(ids, int32(first), count, experts, own, lane)
-                row = write(rows, row, int32(first), found[1], lane)
+                row = write(rows, places, row, int32(first), found[1], lane)
 
     return route
 
 
-def launch(ids: Any, rows: Any, offsets: Any) -> Launch:
-    """rows and offsets of ids[T, S], int32 or int64, T S of them at least one; see the kernel."""
-    blocks = offsets.shape[0]
-    return Launch(kernel(str(ids.dtype)), (blocks,), (THREADS,), (ids, rows, offsets), overlap=True)
+def launch(ids: Any, rows: Any, offsets: Any, places: Any) -> Launch:
+    """rows, offsets and places of ids[T, S], int32 or int64, T S of them at least one; see the
+    kernel."""
+    run, args = kernel(str(ids.dtype)), (ids, rows, offsets, places)
+    return Launch(run, (offsets.shape[0],), (THREADS,), args, overlap=True)
 
 
 def sizes(positions: int, experts: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """((shape, dtype) of rows, (shape, dtype) of offsets)."""
-    return ((positions,), np.int32), ((experts + 1,), np.int32)
+    """(shape, dtype) of rows, of offsets and of places."""
+    return ((positions,), np.int32), ((experts + 1,), np.int32), ((positions,), np.int32)

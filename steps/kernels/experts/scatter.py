@@ -1,9 +1,10 @@
 """The end of a tile of many experts' product: from accumulators to rows of C anywhere.
 
 A tile has the rows of one expert that lie side by side in the order of `routing`; row r of C is
-rows[first + r]. The sums go through shared memory as in `steps.kernels.parts.epilogue.half_tile`,
-whose pictures hold here too; only the rows of C differ. For a gate a thread has the same features
-and tokens of gates and of ups in its two accumulator halves, so what it stores is their product.
+rows[first + r], or first + r itself where C keeps this order. The sums go through shared memory as
+in `steps.kernels.parts.epilogue.half_tile`, whose pictures hold here too; only the rows of C
+differ. For a gate a thread has the same features and tokens of gates and of ups in its two
+accumulator halves, so what it stores is their product.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 from math import gcd
 from typing import Any
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8
 
 from steps.contract import ceil_div
 from steps.instructions import (
@@ -37,7 +38,7 @@ class Scatter:
     """Device functions of a warpgroup with 64 features of a tile of some tokens.
 
     area_bytes: of shared memory for each warpgroup, from a multiple of 128 on
-    load_tokens(rows, token_scales, first, there, slots) -> tokens
+    load_tokens(rows, token_scales, first, there) -> tokens
         rows of C and scales of two tokens: the thread's number in its warpgroup, and 128 more
     put_tokens(tokens)
         the same of all tokens to the area, before `sums`
@@ -67,11 +68,12 @@ class Scatter:
 @cache
 def scatter(
     tokens: int, first_byte: int, staging: tuple[int, int], output: str, scaled: bool,
-    of_bias: str | None, gate: str | None, kind: Any = float32,
+    of_bias: str | None, gate: str | None, kind: Any = float32, ordered: bool = False,
 ) -> Scatter:  # fmt: skip
     """For tiles of `tokens` tokens, sums of `kind`, float32 or int32, C of dtype `output`, a bias
     of dtype `of_bias` or none, a gate of this name or none. scaled: tokens have scales. staging:
     tokens of a buffer, at most, and buffers, one or two: with two one barrier serves both sides.
+    ordered: rows of C stay in the order of `routing`.
     The areas of the warpgroups begin at `first_byte` of dynamic shared memory."""
     n_acc, staged, buffers_of_area = tokens // 2, gcd(tokens, staging[0]), staging[1]
     buffer_bytes, to_floats = ROW * staged, output == "float32"
@@ -99,18 +101,17 @@ def scatter(
         return u, v, d, load_bias(bias, first + min(int32(own + 8), int32(end - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_token(rows, token_scales, first, r, there, slots):
-        position = int32(load_u32(rows, int32(first + min(r, int32(there - 1)))))
-        if scaled:
-            return position, load_f32(token_scales, int32(uint32(position) // uint32(slots)))
-        return position, float32(1)
+    def load_token(rows, token_scales, first, r, there):
+        row = int32(first + min(r, int32(there - 1)))
+        position = row if ordered else int32(load_u32(rows, row))
+        return position, load_f32(token_scales, row) if scaled else float32(1)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(rows, token_scales, first, there, slots):
+    def load_tokens(rows, token_scales, first, there):
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
-        one = load_token(rows, token_scales, first, t, there, slots)
+        one = load_token(rows, token_scales, first, t, there)
         if tokens > WARPGROUP:
-            other = load_token(rows, token_scales, first, int32(WARPGROUP + t), there, slots)
+            other = load_token(rows, token_scales, first, int32(WARPGROUP + t), there)
             return one, other
         return one, one
 

@@ -28,9 +28,6 @@ from steps.instructions import (
     swizzled_descriptor,
     tensor_copy,
     tensor_map_address,
-    wgmma_commit,
-    wgmma_fence,
-    wgmma_s8,
     wgmma_wait,
     zeros_i32,
 )
@@ -41,6 +38,7 @@ from steps.kernels.parts.stream_k import scheduler
 from steps.kernels.parts.weights.int8 import byte_format
 from steps.kernels.prefill import wgmma_tiles
 from steps.kernels.prefill.ring import mbarrier_ring
+from steps.kernels.prefill.wgmma_products import NEXT_32_K, byte_half_stage
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
 TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves
@@ -50,7 +48,6 @@ STAGGER_BARRIER: Final = 3  # a named barrier: 0 is of all threads, 1 and 2 of t
 CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
 WARPS: Final = CONSUMERS // 32  # of the consumers; the producers' come behind them
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
-NEXT_32_K: Final = 2  # in a swizzled descriptor: 32 bytes of a token's row
 INSTRUCTIONS: Final = {4: 152, 5: 183, 8: 68}  # of a warp and 128 K, by bits: seen in machine code
 
 
@@ -59,8 +56,8 @@ def kernel(
     name: str, output: str, of_bias: str | None, bm: int, slices: int, stages: int, stagger: int
 ) -> tuple[Any, int]:
     """(kernel for tiles of `bm` tokens; its shared memory in bytes). Arguments as in step 14."""
-    form = byte_format(name)
-    words, scales, fragments, tile_bytes = form.words, form.scales, form.fragments, form.tile_bytes
+    form = byte_half_stage(name)
+    load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     tile, a_bytes, w_bytes = (BN, bm), TILE_K * bm, TILE_GROUP * tile_bytes
     weights_at = stages * a_bytes  # in shared memory, behind the tokens of all stages
     ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
@@ -74,20 +71,6 @@ def kernel(
     tile_origin, contributors = find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
-
-    @cuda.jit(device=True, forceinline=True)
-    def load(memory, at, lane, half):
-        return words(memory, at, lane, half), scales(memory, at, lane, half)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, loaded, b):
-        """acc + 64 features x 64 K times the tokens at descriptor b: weights become int8."""
-        w0, w1 = fragments(loaded[0], loaded[1], 0), fragments(loaded[0], loaded[1], 1)
-        wgmma_fence()
-        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
-        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_32_K, 1)
-        wgmma_commit()
-        return acc
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
     def w4a8_wgmma(

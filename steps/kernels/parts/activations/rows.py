@@ -7,6 +7,7 @@ Rounding takes float32 A, quantizing float16 and bfloat16 too
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -38,21 +39,41 @@ def largest_bits(x, largest_so_far):
     return largest_so_far
 
 
-def row_kernel(
-    loads: int, read: Source, size: Any, scale: Any, token_scale: Any, store_4: Any
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What becomes of a row. Device functions:
+
+    size(largest): from the bits of a row's largest |x| (`size_bits`), what the next two take
+    scale(size), token_scale(size): by what values are multiplied; token_scales[m], float32
+    pack(x, scale) -> a tuple of `words` words: four neighbouring values
+    """
+
+    size: Any
+    scale: Any
+    token_scale: Any
+    pack: Any
+    words: int
+
+
+def row_kernel(loads: int, read: Source, rounding: Rounding) -> Any:
     """kernel(a, out, token_scales) of the passes below: each row of A[M, K] with a scale of its
     own, a thread block each. K is a multiple of 4, out is [M, K].
 
     A lane keeps `loads` times four values of a row until the row's largest is known. The rest of a
     longer row is read again, from the caches. With `Launch.overlap` the kernel may follow the one
-    that makes A, and be followed, with no gap. The device functions make the difference:
-
-    size(largest): from the bits of a row's largest |x| (`size_bits`), what the next two take
-    scale(size), token_scale(size): by what values are multiplied; token_scales[m], float32
-    store_4(out, offset, x, scale): x, four values, to flat out from `offset` on
+    that makes A, and be followed, with no gap.
     """
+    size, scale, token_scale = rounding.size, rounding.scale, rounding.token_scale
+    pack, out_words = rounding.pack, rounding.words
     words, is_aligned, load_4, values = read.words, read.aligned, read.load, read.values
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_4(out, offset, x, scale):
+        packed = pack(x, scale)
+        if out_words == 1:
+            store_u32(out, offset, packed[0])
+        else:
+            store_u32x2(out, offset, packed[0], packed[1])
 
     @cuda.jit
     def by_rows(a, out, token_scales):
@@ -128,9 +149,11 @@ def inverse(exponent):
 
 @cuda.jit(device=True, forceinline=True)
 def four_halves(x, scale):
-    """Two words."""
     first = floats_to_halves(x[0] * scale, x[1] * scale)
     return first, floats_to_halves(x[2] * scale, x[3] * scale)
+
+
+TO_HALVES: Final = Rounding(exponent, scale, inverse, four_halves, words=2)
 
 
 @cache
@@ -145,16 +168,28 @@ def row_rounder(loads: int, of: str = "float32") -> Any:
 
     Inf and NaN spoil their own row: they count as the largest, and stay what they are.
     """
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(out, offset, x, scale):
-        first, second = four_halves(x, scale)
-        store_u32x2(out, offset, first, second)
-
-    return row_kernel(loads, SOURCES[of], exponent, scale, inverse, store_4)
+    return row_kernel(loads, SOURCES[of], TO_HALVES)
 
 
 # --- int8 -----------------------------------------------------------------------------------------
+@cuda.jit(device=True, forceinline=True)
+def d_of(largest):
+    return as_float(uint32(largest)) / float32(127)
+
+
+@cuda.jit(device=True, forceinline=True)
+def d_itself(d):
+    return d
+
+
+@cuda.jit(device=True, forceinline=True)
+def one_word(x, twice):
+    return (four_codes(x, twice),)
+
+
+TO_BYTES: Final = Rounding(d_of, twice_inverse, d_itself, one_word, words=1)
+
+
 @cache
 def token_quantizer(loads: int, of: str = "float32") -> Any:
     """The kernel that quantizes A[M, K], C-contiguous and `of` this dtype, one of SOURCES, to int8
@@ -167,17 +202,4 @@ def token_quantizer(loads: int, of: str = "float32") -> Any:
     A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
     and no other.
     """
-
-    @cuda.jit(device=True, forceinline=True)
-    def d_of(largest):
-        return as_float(uint32(largest)) / float32(127)
-
-    @cuda.jit(device=True, forceinline=True)
-    def d_itself(d):
-        return d
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(codes, offset, x, twice):
-        store_u32(codes, offset, four_codes(x, twice))
-
-    return row_kernel(loads, SOURCES[of], d_of, twice_inverse, d_itself, store_4)
+    return row_kernel(loads, SOURCES[of], TO_BYTES)
