@@ -122,6 +122,7 @@ HALF: Final = 64 * WARPGROUPS  # features of an accumulator half of all warpgrou
 H200_ROWS: Final = 6
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
 
+EVERY_LANE: Final = 0xFFFFFFFF
 STAGES: Final = 8  # of the ring, at most
 STAGINGS: Final = ((32, 2), (16, 2), (16, 1))  # of `scatter`, the last for the sake of a stage
 STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
@@ -200,22 +201,23 @@ def kernel(
         cuda.syncthreads()
 
     @cuda.jit(device=True, forceinline=True)
-    def find(tables, tile_id, tiles_n, experts):
-        """(expert, first of its rows, how many there are, first feature) of a tile."""
+    def find(tables, tile_id, tiles_n, experts, lane):
+        """By a warp: (expert, first of its rows, how many there are, first feature) of a tile. The
+        expert is the last one whose first tile is not behind it: of 32 it looks at all at once."""
         first_tile_at = offsets_at + experts + 1
         tile_m = int32(uint32(tile_id) // uint32(tiles_n))
-        low, high = int32(0), int32(experts)  # first_tile[low] <= tile_m < first_tile[high]
-        while high - low > 1:
-            middle = int32((low + high) >> 1)
-            if tables[first_tile_at + middle] <= tile_m:
-                low = middle
-            else:
-                high = middle
-        first = tables[offsets_at + low] + (tile_m - tables[first_tile_at + low]) * bm
-        there = min(tables[offsets_at + low + 1] - first, bm)
+        expert, apart = int32(0), int32(1)
+        while apart * 32 < experts:
+            apart = int32(apart * 32)
+        while apart > 0:
+            i = min(int32(expert + lane * apart), experts)
+            found = cuda.popc(cuda.ballot_sync(EVERY_LANE, tables[first_tile_at + i] <= tile_m))
+            expert, apart = int32(expert + (found - 1) * apart), int32(apart >> 5)
+        first = tables[offsets_at + expert] + (tile_m - tables[first_tile_at + expert]) * bm
+        there = min(tables[offsets_at + expert + 1] - first, bm)
         n0 = (tile_id - tile_m * tiles_n) * features
         return (
-            int32(shfl(low, 0)),
+            int32(shfl(expert, 0)),
             int32(shfl(int32(first), 0)),
             int32(shfl(int32(there), 0)),
             int32(shfl(int32(n0), 0)),
@@ -258,7 +260,7 @@ def kernel(
             if lane == 0:
                 prefetch_tensor_map(a)
             while tile_id < tiles_c:
-                expert, first, _, n0 = find(tables, tile_id, tiles_n, experts)
+                expert, first, _, n0 = find(tables, tile_id, tiles_n, experts, lane)
                 for step in range(steps):
                     wait_empty(memory, stage, parity)
                     if lane == 0:
@@ -284,9 +286,15 @@ def kernel(
                 barrier_sync(stagger_barrier, CONSUMERS)
         previous = int32(0)
         while tile_id < tiles_c:
-            expert, first, there, n0 = find(tables, tile_id, tiles_n, experts)
+            expert, first, there, n0 = find(tables, tile_id, tiles_n, experts, lane)
             acc, acc1, step, half = no_sums(), no_sums(), int32(0), int32(0)
+            # what the end needs, asked for while nothing waits for it
             tokens = load_tokens(rows, token_scales, first, there)
+            n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
+            n1 = int32(n if is_gated else n + HALF)
+            u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
+            if acc_halves == 2:
+                u1 = load_features(row_scales, bias, expert, n1, groups, N, 1 if is_gated else 0)
             while True:
                 # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
                 # newest product running: registers of the other are free. It is a loop, and not
@@ -322,12 +330,6 @@ def kernel(
                 if step == steps:
                     break
             others_begin = int32(-1)
-            n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
-            # loads, while the last products run
-            n1 = int32(n if is_gated else n + HALF)
-            u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
-            if acc_halves == 2:
-                u1 = load_features(row_scales, bias, expert, n1, groups, N, 1 if is_gated else 0)
             put_tokens(tokens)
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
             release(memory, previous, lane == 0)
