@@ -123,8 +123,8 @@ H200_ROWS: Final = 6
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens."""
 
 EVERY_LANE: Final = 0xFFFFFFFF
-STAGES: Final = 8  # of the ring, at most
-STAGINGS: Final = ((32, 2), (16, 2), (16, 1))  # of `scatter`, the last for the sake of a stage
+STAGES: Final = 5  # of the ring, at most
+STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, for the sake of a stage
 STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
 BOX_ROW: Final = 2 * BOX_K  # bytes

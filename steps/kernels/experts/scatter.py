@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
 from typing import Any
 
 from numba import cuda, float32, int32, int64, uint8
@@ -75,7 +74,8 @@ def scatter(
     tokens of a buffer, at most, and buffers, one or two: with two one barrier serves both sides.
     ordered: rows of C stay in the order of `routing`.
     The areas of the warpgroups begin at `first_byte` of dynamic shared memory."""
-    n_acc, staged, buffers_of_area = tokens // 2, gcd(tokens, staging[0]), staging[1]
+    staged = max(n for n in range(16, staging[0] + 1, 16) if tokens % n == 0)
+    n_acc, buffers_of_area = tokens // 2, staging[1]
     buffer_bytes, to_floats = ROW * staged, output == "float32"
     areas = 0 if to_floats else buffers_of_area * buffer_bytes
     # behind the buffers, 4 bytes for each token: rows of C, and scales
