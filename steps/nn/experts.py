@@ -205,7 +205,7 @@ def _products_on_gpu(
     if checked:
         _check(ids, len(blocks))
     size = format, len(blocks), blocks.shape[1]
-    return _product(x, ids, weights, [], None, None, *size, "", False, False)
+    return _product(x, ids, weights, [], None, None, *size, "", False, False, False)
 
 
 _of_blocks: KeptWith[list[Tensor]] = KeptWith()
