@@ -339,12 +339,12 @@ def kernel(
                 y = cuda.local.array(n_acc, float32)
                 sums(y, acc1, u1)
                 gated(x, y)
-            store(x, c, there, n, N)
+            store(x, c, first, there, n, N)
             if acc_halves == 2 and not is_gated:
                 z = cuda.local.array(n_acc, float32)
                 sums(z, acc1, u1)
                 wait_for_stores()
-                store(z, c, there, n1, N)
+                store(z, c, first, there, n1, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -413,7 +413,7 @@ def launches(
         routing.launch(given.ids, rows, offsets, places),
         *passes,
         product(request, given, a, rows, offsets, c, fast),
-        *(() if request.router is None else [weighted.launch(c, given.router, given.out)]),
+        *(() if request.router is None else [weighted.launch(c, given.router, given.out, places)]),
     )
 
 
@@ -429,10 +429,11 @@ def product(
     each, gated = request.slots / request.experts, request.gate is not None
     most = most_tokens(stored_as.bits, fast, bool(scales), gated)
     bm = tile_tokens(stored_as, fast, each, bn, steps, most)
-    kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate, request.leads
+    ordered = request.leads or request.router is not None
+    kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
     for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):
         stagger = min(STAGGER, stages - 2)
-        run, shared_bytes = kernel(stored_as, *kinds, (bn, bm), stages, stagger, staging)
+        run, shared_bytes = kernel(stored_as, *kinds, ordered, (bn, bm), stages, stagger, staging)
         shared_bytes += table_bytes(request.experts)
         if shared_bytes <= shared_memory():
             break

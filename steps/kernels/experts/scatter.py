@@ -38,7 +38,8 @@ class Scatter:
 
     area_bytes: of shared memory for each warpgroup, from a multiple of 128 on
     load_tokens(rows, token_scales, first, there) -> tokens
-        rows of C and scales of two tokens: the thread's number in its warpgroup, and 128 more
+        rows of C and scales of two tokens: the thread's number in its warpgroup, and 128 more;
+        where C is in order no rows
     put_tokens(tokens)
         the same of all tokens to the area, before `sums`
     load_features(row_scales, bias, expert, n, groups, N, half) -> u, as of `load_two_features`
@@ -48,8 +49,9 @@ class Scatter:
         x = the accumulators of `wgmma`, all there, times all scales, plus the bias
     gated(x, y)
         x = the gate of gates x and ups y
-    store(x, c, there, n, N)
-        x to features n .. n + 63 of flat c[P, N]; nothing beyond the first `there` tokens and N
+    store(x, c, first, there, n, N)
+        x to features n .. n + 63 of flat c[P, N], of a tile whose first row is `first`; nothing
+        beyond its first `there` tokens and N
     wait_for_stores()
         before `store` of a second half
     """
@@ -78,9 +80,10 @@ def scatter(
     n_acc, buffers_of_area = tokens // 2, staging[1]
     buffer_bytes, to_floats = ROW * staged, output == "float32"
     areas = 0 if to_floats else buffers_of_area * buffer_bytes
-    # behind the buffers, 4 bytes for each token: rows of C, and scales
+    # behind the buffers, 4 bytes for each token: scales, and rows of C
     table = ceil_div(tokens, 32) * 32
-    area_bytes = areas + 4 * table * (2 if scaled else 1)
+    rows_at = table if scaled else 0
+    area_bytes = areas + 4 * (rows_at + (0 if ordered else table))
     each = ceil_div(tokens, WARPGROUP)  # tokens of a thread
     load_bias, add = bias_of(of_bias)
     times, is_gated = GATE_OF[gate or "silu"], gate is not None
@@ -103,8 +106,8 @@ def scatter(
     @cuda.jit(device=True, forceinline=True)
     def load_token(rows, token_scales, first, r, there):
         row = int32(first + min(r, int32(there - 1)))
-        position = row if ordered else int32(load_u32(rows, row))
-        return position, load_f32(token_scales, row) if scaled else float32(1)
+        row_of_c = int32(0) if ordered else int32(load_u32(rows, row))
+        return row_of_c, load_f32(token_scales, row) if scaled else float32(1)
 
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(rows, token_scales, first, there):
@@ -126,24 +129,27 @@ def scatter(
 
     @cuda.jit(device=True, forceinline=True)
     def put_tokens(loaded):
-        """Once nobody reads the table of the tile before. Positions and scales are in registers
-        long before a tile ends: loads between the stores to C would each take a trip to the L2."""
-        positions = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
+        """Once nobody reads the area of the tile before. Rows and scales are in registers long
+        before a tile ends: loads between the stores to C would each take a trip to the L2."""
+        rows_of_c = cuda.shared.array(0, int32, alignment=128)  # all of the dynamic shared memory
         scales = cuda.shared.array(0, float32, alignment=128)
         t, at = int32(cuda.threadIdx.x & (WARPGROUP - 1)), table_at()
         wait_for_stores()
         for i in range(each):
             if i * WARPGROUP + t < tokens:
-                positions[at + i * WARPGROUP + t] = loaded[i][0]
+                if not ordered:
+                    rows_of_c[at + rows_at + i * WARPGROUP + t] = loaded[i][0]
                 if scaled:
-                    scales[at + table + i * WARPGROUP + t] = loaded[i][1]
-        if scaled or to_floats:  # else the barrier between stores to the area and loads serves
+                    scales[at + i * WARPGROUP + t] = loaded[i][1]
+        if scaled or (
+            to_floats and not ordered
+        ):  # else the barrier between stores to the area and loads serves
             wait_for_stores()
 
     @cuda.jit(device=True, forceinline=True)
     def sums(x, acc, u):
         scales = cuda.shared.array(0, float32, alignment=128)
-        at = int32(table_at() + table + 2 * (cuda.threadIdx.x & 3))
+        at = int32(table_at() + 2 * (cuda.threadIdx.x & 3))
         as_they_are = cuda.local.array(n_acc, kind)
         spread(as_they_are, acc)
         for r in range(0, n_acc, 4):
@@ -163,8 +169,8 @@ def scatter(
             x[r] = times(x[r], y[r])
 
     @cuda.jit(device=True, forceinline=True)
-    def store_halves(x, c, there, n, N):
-        positions = cuda.shared.array(0, int32, alignment=128)
+    def store_halves(x, c, first, there, n, N):
+        rows_of_c = cuda.shared.array(0, int32, alignment=128)
         buffers = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
@@ -179,7 +185,7 @@ def scatter(
         source = base + row * ROW + (eight ^ (row & 7)) * 16
         feature = int32(n + 8 * eight)
         wide, left = N & 7 == 0, int32(N - feature)
-        at = table_at()
+        at, in_order = int32(table_at() + rows_at), int64(first + row) * N + feature
         for begin in range(0, tokens, staged):
             buffer = begin // staged % buffers_of_area * buffer_bytes
             if begin > 0 and buffers_of_area == 1:
@@ -199,19 +205,24 @@ def scatter(
                 r = int32(row + (begin + j))
                 if r < there:
                     y = load_u32x4(buffers, source + buffer + j * ROW)
-                    store_eight(c, int64(positions[at + r]) * N + feature, y, wide, left)
+                    offset = in_order
+                    if not ordered:
+                        offset = int64(rows_of_c[at + r]) * N + feature
+                    store_eight(c, offset, y, wide, left)
+                in_order += 16 * int64(N)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_floats(x, c, there, n, N):
-        positions = cuda.shared.array(0, int32, alignment=128)
-        at = table_at()
+    def store_floats(x, c, first, there, n, N):
+        rows_of_c = cuda.shared.array(0, int32, alignment=128)
+        at = int32(table_at() + rows_at)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         feature = int32(n + (t >> 5) * 16 + (t >> 2 & 7))
         for j in range(tokens // 8):
             for i in range(2):
                 r = int32(2 * (t & 3) + 8 * j + i)
                 if r < there:
-                    offset = int64(positions[at + r]) * N + feature
+                    row_of_c = int32(first + r) if ordered else rows_of_c[at + r]
+                    offset = int64(row_of_c) * N + feature
                     if feature < N:
                         store_f32(c, offset, x[4 * j + i])
                     if feature + 8 < N:

@@ -28,6 +28,7 @@ from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32x4,
+    load_u32,
     spread,
 )
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
@@ -39,17 +40,18 @@ FOUR: Final = 4
 
 
 @cache
-def kernel(of_y: str, of_router: str, output: str, chosen: int, each: int) -> Any:
+def kernel(of_y: str, of_router: str, output: str, chosen: int, each: int, ordered: bool) -> Any:
     """The kernel for S = chosen and these dtypes, a thread having `each` outputs: as many of y as
-    are 16 bytes, or one."""
+    are 16 bytes, or one. ordered: products are in the order of experts."""
     load_router, load_one = LOAD_BIAS[of_router], LOAD_BIAS[of_y]
     load_wide = load_f32x4 if each == FOUR else OF_DTYPE[of_y].load
     store_four, store_eight = OF_DTYPE[output].store_four, OF_DTYPE[output].store
     store_one = STORE[output]
 
     @cuda.jit(launch_bounds=(THREADS, 1))
-    def weighted(y, router, c):
-        """c[T, N] of y[T, S, N] and router[T, S]."""
+    def weighted(y, router, c, places):
+        """c[T, N] of y[T, S, N] and router[T, S]. places: of `routing`, int32 [T S], where products
+        are in its order."""
         N = int32(c.shape[1])
         token = int64(cuda.blockIdx.x)
         n = int32(each * (cuda.blockIdx.y * THREADS + cuda.threadIdx.x))
@@ -62,10 +64,11 @@ def kernel(of_y: str, of_router: str, output: str, chosen: int, each: int) -> An
             for s in range(chosen):
                 slot = token * chosen + s
                 factor = load_router(router, slot)
+                row = int64(load_u32(places, slot)) if ordered else slot
                 if each > 1:
-                    spread(values, load_wide(y, slot * N + n))
+                    spread(values, load_wide(y, row * N + n))
                 else:
-                    values[0] = load_one(y, slot * N + n)
+                    values[0] = load_one(y, row * N + n)
                 for i in range(each):
                     x[i] += factor * values[i]
             if each == FOUR:
@@ -78,12 +81,14 @@ def kernel(of_y: str, of_router: str, output: str, chosen: int, each: int) -> An
     return weighted
 
 
-def launch(y: Any, router: Any, c: Any) -> Launch:
+def launch(y: Any, router: Any, c: Any, places: Any = None) -> Launch:
     """C[T, N] of products y, float32, float16 or bfloat16 [T, S, N], and the router's weights
-    [T, S]."""
+    [T, S]. places: of `routing`, where products are in its order."""
     tokens, chosen, n = y.shape
     each = FOUR if dtype_name(y) == "float32" else EIGHT
     each = each if n % each == 0 else 1
-    run = kernel(dtype_name(y), dtype_name(router), dtype_name(c), chosen, each)
+    dtypes, ordered = tuple(map(dtype_name, (y, router, c))), places is not None
+    run = kernel(*dtypes, chosen, each, ordered)
     grid = tokens, ceil_div(n, THREADS * each)
-    return Launch(run, grid, (THREADS,), (y, router, c), overlap=True)
+    args = y, router, c, places if ordered else router
+    return Launch(run, grid, (THREADS,), args, overlap=True)
