@@ -456,6 +456,12 @@ def require_product(request: ExpertsRequest) -> None:
         )
     if request.gate is not None and request.router is not None:
         raise ValueError("gate and router are of two products: pass one of them at a time")
+    if request.leads and request.router is not None:
+        raise ValueError("leads and router: out of a product that leads has a row for each slot")
+    if request.follows and not request.per_slot:
+        raise ValueError(
+            "follows without per_slot: a is out of the product before, a row for each slot"
+        )
     if not request.chosen and request.tokens:
         raise ValueError(f"ids has no columns: its shape is [{request.tokens}, 0]")
 

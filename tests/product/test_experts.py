@@ -145,6 +145,10 @@ def test_what_does_not_fit_is_refused() -> None:
         experts.plan((1 << 28) - 1, 8, packed, per_slot=True)
     with pytest.raises(TypeError, match="ids must be int32 or int64, got uint8"):
         experts.plan(1, S, packed, ids=np.uint8)
+    with pytest.raises(ValueError, match="leads and router: out of a product that leads has a row"):
+        experts.plan(1, S, packed, leads=True, router=np.float32)
+    with pytest.raises(ValueError, match="follows without per_slot: a is out of the product"):
+        experts.plan(1, S, packed, follows=True)
 
 
 def test_what_no_kernel_takes() -> None:

@@ -6,7 +6,7 @@ grouping.py     which experts, and which tokens: a list that each thread block o
 summed.py       few tokens that share no experts: the sum over a token's experts in the product
 routing.py      the rows of C in the order of their experts
 many.py         many tokens: one persistent wgmma launch over the tiles of all experts
-rounded.py      A to int8, where products may be fast
+sorted_rows.py  A in the order of experts, rounded where it must be
 scatter.py      the end of its tiles: to rows of C anywhere
 gates.py        silu(gate) * up, and the clamped gate of gpt-oss, at the end of a product
 weighted.py     else the weighted sum over a token's experts
