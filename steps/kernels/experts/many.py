@@ -124,7 +124,7 @@ H200_ROWS: Final = 6
 
 EVERY_LANE: Final = 0xFFFFFFFF
 STAGES: Final = 5  # of the ring, at most
-STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, for the sake of a stage
+STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, the first that fits
 STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
 BOX_ROW: Final = 2 * BOX_K  # bytes
