@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LADDER_CACHE"] = tempfile.mkdtemp(prefix="ladder-tests-")
     atexit.register(shutil.rmtree, os.environ["LADDER_CACHE"], ignore_errors=True)
 
+os.environ["LADDER_PROCESSES"] = "1"  # each test compiles for itself
+
 # `make test TORCH=1` runs these alone (NEED_TORCH in the Makefile).
 collect_ignore = [] if find_spec("torch") else ["nn", "decoder", "results/test_on_torch.py"]
 

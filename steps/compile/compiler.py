@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from cuda import pathfinder
 from numba.cuda import codegen, dispatcher, types
+from numba.cuda.compiler import compile_cuda
 from numba.cuda.core import sigutils
 from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.cudadrv import driver
@@ -117,10 +118,12 @@ def machine_code(
 
 
 def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
-    """The machine code that a launch loads: what the cache has, else compiled now and kept there.
+    """The machine code that a launch loads: what the cache has or another process is compiling
+    (`steps.compile.parallel_compile`), else compiled now and kept there.
 
     Raises what the compiler raises.
     """
+    kernel_cache.wait_for(kernel, signature, arch)
     with global_compiler_lock:
         found = kernel_cache.find(kernel, signature, arch)
         if found is None:
@@ -136,6 +139,18 @@ def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> Compi
         made = dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
         cubin = made._codelibrary.get_cubin(cc=cc)
     return CompiledKernel(made.entry_name, bytes(cubin.code), made.cooperative)
+
+
+def fill_tables(arch: str) -> None:
+    """Let Numba fill its tables of types and functions, which it does at a process's first
+    compilation: half a second."""
+    cc = capability(arch)
+    with _compiling_for(cc):
+        compile_cuda(_nothing, types.void, (types.int64,), cc=cc[:2])
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 @lru_cache(maxsize=512)

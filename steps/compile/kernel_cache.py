@@ -24,6 +24,7 @@ import stat
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,39 @@ def store(kernel: Any, signature: tuple[Any, ...], arch: str, code: CompiledKern
         key = key_of(kernel, signature, arch)
         if key is not None:
             _write(folder, key, code)
+
+
+_expected: dict[tuple[Any, tuple[Any, ...], str], Future[CompiledKernel]] = {}
+
+
+def expect(
+    kernel: Any, signature: tuple[Any, ...], arch: str, coming: Future[CompiledKernel]
+) -> None:
+    """Let `wait_for` wait for what another process compiles, and keep it as `store` does."""
+
+    def keep(done: Future[CompiledKernel]) -> None:
+        if done.exception() is None:
+            store(kernel, signature, arch, done.result())
+        _expected.pop((kernel, signature, arch), None)
+
+    _expected[kernel, signature, arch] = coming
+    coming.add_done_callback(keep)
+
+
+def is_expected(kernel: Any, signature: tuple[Any, ...], arch: str) -> bool:
+    return (kernel, signature, arch) in _expected
+
+
+def expect_nothing() -> None:
+    """From here on, in a process that was forked from the one that asked."""
+    _expected.clear()
+
+
+def wait_for(kernel: Any, signature: tuple[Any, ...], arch: str) -> None:
+    """Until `find` finds what another process is compiling, or that process could not."""
+    coming = _expected.get((kernel, signature, arch))
+    if coming is not None and coming.exception() is None:
+        _known.setdefault(kernel, {})[signature, arch] = coming.result()  # `keep` may come later
 
 
 # --- files ----------------------------------------------------------------------------------------

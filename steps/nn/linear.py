@@ -497,6 +497,7 @@ class QuantLinear(nn.Linear):
             self.register_buffer(name, uploaded, persistent=False)
         self.packings = " ".join(step.pack.__name__ for step in steps)
         operator.reserve_counters(uploaded.device)
+        operator.first_products_follow(self)
 
     def _packed_by(self, steps: Sequence[Any], blocks: Tensor) -> Iterator[tuple[str, np.ndarray]]:
         """Names of buffers, and what kernels read of blocks on the host."""

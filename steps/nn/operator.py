@@ -28,16 +28,20 @@ On a CPU the weights are dequantized at every call and torch multiplies: the ref
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from qformats import FORMATS, Format
+from steps.compile import kernel_cache
+from steps.compile.compiler import architecture, signature_of
 from steps.compile.dry_run import ArrayType
 from steps.contract import FLOATS, ceil_div
 from steps.kernels.parts.activations.layouts import GATED
@@ -481,7 +485,7 @@ class _Call:
         self.made: Prepared | None = None
         if m := x.numel() // columns:
             a = GATED if gated else NAMES[x.dtype]
-            choice, self.made = prepared(w, m, a, NAMES[self.dtype], of_bias)
+            choice, self.made = prepared(w, m, a, NAMES[self.dtype], of_bias, x)
             self.arrays, self.adds_bias = w.addresses[choice.layout], choice.bias is not None
             self.reads, self.writes = DTYPES[choice.reading.dtype], DTYPES[choice.writes]
             self.zeroed, self.nbytes = self.made.zeroed, self.made.nbytes
@@ -601,21 +605,28 @@ _unpacking: Kept[Prepared] = Kept(PREPARED)
 
 
 def prepared(
-    w: Weights, m: int, a: str, c: str, bias: str | None = None
+    w: Weights, m: int, a: str, c: str, bias: str | None = None, x: Tensor | None = None
 ) -> tuple[Choice, Prepared]:
     """`Weights.choice`, and its launches prepared on the current GPU, which must be that of the
     weights. Kernels not used before are compiled and loaded.
 
+    x: the m tokens. Where they are prompts, kernels for the tokens that follow are compiled
+    meanwhile (`_compile_meanwhile`).
+
     RuntimeError where a kernel cannot be loaded during a capture into a CUDA graph; it says what to
     do.
     """
-    return _prepared.of((w.key, m, a, c, bias), lambda: _loaded(w, m, a, c, bias))
+    return _prepared.of((w.key, m, a, c, bias), lambda: _loaded(w, m, a, c, bias, x))
 
 
-def _loaded(w: Weights, m: int, a: str, c: str, bias: str | None) -> tuple[Choice, Prepared]:
+def _loaded(
+    w: Weights, m: int, a: str, c: str, bias: str | None, x: Tensor | None
+) -> tuple[Choice, Prepared]:
     with _loading_allowed():
         try:
             choice = w.choice(m, a, c, bias)
+            if not is_compiled(choice):
+                _compile_meanwhile(choice, w, x)
             return prepare(choice, w.types[choice.layout])
         except (TypeError, ValueError):
             raise  # no kernel can do this
@@ -626,6 +637,58 @@ def _loaded(w: Weights, m: int, a: str, c: str, bias: str | None) -> tuple[Choic
                 f"kernels for {m} tokens could not be loaded while a CUDA graph is captured: "
                 f"multiply {m} tokens once before the capture ({error})"
             ) from error
+
+
+_layers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+"""The layers (`QuantLinear`) that were moved to a GPU, in their order."""
+
+_looked_for: set[Any] = set()
+"""Of which products `first_products_follow` knows whether their kernels are there."""
+
+
+def first_products_follow(layer: Any) -> None:
+    """A layer (`QuantLinear`) was moved to a GPU, and it and those before will soon multiply. Where
+    a kernel for one token is not there, start the processes that will compile it: that takes
+    seconds, in which the other layers are moved."""
+    _layers[layer] = None
+    held, dtype = layer._on_gpu(), NAMES.get(layer.dtype, "float32")
+    if (held.key, dtype) in _looked_for:
+        return
+    _looked_for.add((held.key, dtype))
+    with torch.cuda.device(held.device), suppress(ValueError):  # which is for who calls the layer
+        if not is_compiled(held.choice(1, dtype, dtype)):
+            from steps.compile.parallel_compile import start
+
+            start(_machine())
+
+
+def is_compiled(choice: Choice) -> bool:
+    """Whether the cache has all kernels of a product on the current GPU."""
+    arch = architecture(_machine().cc)
+    wanted = ((one.kernel, signature_of(one.args)) for one in choice.launches())
+    return all(kernel_cache.find(*one, arch) for one in wanted)
+
+
+def _compile_meanwhile(first: Choice, w: Weights, x: Tensor | None) -> None:
+    """Let other processes compile what a product needs that is the first of its kind, and what the
+    other layers of the GPU need for as many tokens; then, where x is prompts [..., tokens, K], what
+    they need for one token of each. One after another these take as long as all of them."""
+    from steps.compile.parallel_compile import compile_meanwhile  # not where nothing is missing
+
+    asked = first.request
+    wanted = {(w.key, asked.m, asked.bias): first}
+    tokens = [asked.m]
+    if x is not None and x.ndim > 2 and x.shape[-2] > 1 and not torch.is_grad_enabled():
+        tokens.append(prod(x.shape[:-2]))
+    for m, layer in itertools.product(tokens, list(_layers)):
+        held, bias = layer._on_gpu(), layer.bias
+        if held is None or held.device != w.device or layer.sharding is not None:
+            continue
+        of_bias = None if bias is None else NAMES.get(bias.dtype, "float32")
+        if (key := (held.key, m, of_bias)) not in wanted:
+            with suppress(ValueError):  # which is for who calls this layer
+                wanted[key] = held.choice(m, asked.a, asked.c, of_bias)
+    compile_meanwhile(wanted.values(), _machine())
 
 
 def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,14 +16,12 @@ from reference import BENCH_SHAPES, Problem
 from steps import contract
 from steps.checks.select import select
 from steps.compile import compiler as compiling
-from steps.compile import dry_run, kernel_cache, parallel_compile
-from steps.compile.compiler import (
-    architecture,
-    machine_code,
-    signature_of,
-)
+from steps.compile import dry_run, kernel_cache, other_processes, parallel_compile
+from steps.compile.compiler import architecture, compiled, machine_code, signature_of
 from steps.compile.dry_run import OfArrays
-from steps.compile.parallel_compile import compile_ahead
+from steps.compile.kernel_cache import CompiledKernel
+from steps.compile.other_processes import Compilers
+from steps.compile.parallel_compile import compile_ahead, compile_meanwhile
 from steps.contract import Shape, Work, array_dtype
 from steps.driver.machines import Gpu
 from steps.kernels.between import swiglu
@@ -51,7 +49,7 @@ class OnlyHere:
     recipe: Choice
 
     def launches(self) -> Any:
-        if parallel_compile._arch:
+        if other_processes._arch:
             raise ValueError("not here")
         return self.recipe.launches()
 
@@ -135,7 +133,7 @@ def test_few_kernels_or_one_core_are_no_reason_to_start_processes(
     forgotten: Any, fewest: int, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(parallel_compile, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(parallel_compile, "Compilers", None)
     wanted = products((find(1), find(2)))
     assert compile_ahead(wanted, HOPPER, print, fewest=fewest) == 0
 
@@ -194,18 +192,99 @@ def test_each_kernel_is_compiled_once() -> None:
     assert len({kernel for kernel, _ in found}) == 5
 
 
-def test_a_process_is_told_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "_pretended", None)
-    monkeypatch.setattr(parallel_compile, "_arch", "")
-    asked: list[Any] = []
-    monkeypatch.setattr(parallel_compile.signal, "signal", lambda *call: asked.append(call))
-    before = contract.multiprocessors(), contract.shared_memory()
-    try:
-        parallel_compile._begin("sm_80", 108, 163 * 1024)
-        assert asked == [(signal.SIGINT, signal.SIG_IGN)], "Ctrl-C is for the process that asks"
-        assert (contract.multiprocessors(), contract.shared_memory()) == (108, 163 * 1024)
-    finally:
-        contract._pretended = None
-        contract.multiprocessors.cache_clear()
-        contract.shared_memory.cache_clear()
-    assert (contract.multiprocessors(), contract.shared_memory()) == before
+@dataclass
+class Telling:
+    """A recipe that fails, and tells what the process knows that tries."""
+
+    def launches(self) -> Any:
+        known = other_processes._arch, contract.multiprocessors(), contract.shared_memory()
+        raise ValueError(f"{known} {os.getsid(0)}")
+
+    def runs_on(self, cc: Any) -> bool:
+        return True
+
+
+def test_a_process_is_told_of_the_gpu_and_ends_with_who_asked() -> None:
+    with Compilers(2, "sm_80", 108, 163 * 1024) as compilers:
+        why = str(compilers.submit(Telling(), 0).exception())
+        told, _, session = why.rpartition(" ")
+        assert told == f"ValueError: ('sm_80', 108, {163 * 1024})"
+        assert int(session) == compilers._process.pid, "Ctrl-C is for the process that asks"
+        os.kill(int(session), 0)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(session), 0)
+    assert "ended" in str(compilers.submit(Telling(), 0).exception())
+    assert "pickle" in str(Compilers.submit(compilers, lambda: None, 0).exception()), "but no error"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels that this process compiles. Two others may, and end with the test."""
+    compiled_here: list[Any] = []
+
+    def noted(kernel: Any, signature: Any, arch: str) -> CompiledKernel:
+        compiled_here.append(kernel)
+        return CompiledKernel("here", b"", False)
+
+    monkeypatch.setattr(compiling, "compile_kernel", noted)
+    monkeypatch.setenv(parallel_compile.VARIABLE, "2")
+    monkeypatch.setattr(parallel_compile, "_compilers", None)
+    yield compiled_here
+    if parallel_compile._compilers is not None:
+        parallel_compile._compilers.close()
+
+
+def test_launches_wait_for_what_is_compiled_meanwhile(forgotten: Any, here: list[Any]) -> None:
+    wanted = products((find(1), find(2)))
+    lost = [OnlyHere(one) for one in products([find(3)])]
+    missing = parallel_compile.missing_kernels([*wanted, *lost], (9, 0))
+    assert compile_meanwhile([*wanted, *lost], HOPPER) == len(missing)
+    assert compile_meanwhile([*wanted, *lost], HOPPER) == 0, "they are coming"
+    first = parallel_compile._compilers
+    made = {key: compiled(*key, "sm_90a") for key in missing}
+    own = {find_kernel(one.recipe) for one in lost}
+    assert {kernel for (kernel, _), code in made.items() if code.name == "here"} == own
+    assert {*here} == own, "what the other processes cannot compile"
+    for key, code in made.items():
+        assert code is kernel_cache.find(*key, "sm_90a")
+        assert key[0] in own or code.name.encode() in code.cubin
+    assert not kernel_cache._expected
+
+    kernel_cache._known.pop(find_kernel(wanted[0]))
+    assert compile_meanwhile(wanted[:1], HOPPER) == 1, "one is enough where they run"
+    assert parallel_compile._compilers is first
+    parallel_compile._compilers.close()  # with the kernel unfinished
+    launch = wanted[0].launches()[-1]
+    assert compiled(launch.kernel, signature_of(launch.args), "sm_90a").name == "here"
+
+
+def find_kernel(choice: Choice) -> Any:
+    return choice.launches()[-1].kernel
+
+
+@pytest.mark.parametrize(("processes", "kernels"), [("1", 2), ("2", 1)])
+def test_one_process_or_one_kernel_is_compiled_here(
+    forgotten: Any, here: list[Any], processes: str, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(parallel_compile.VARIABLE, processes)
+    assert compile_meanwhile(products([find(1), find(2)][:kernels]), HOPPER) == 0
+    assert parallel_compile._compilers is None
+
+
+def test_a_wrong_number_of_processes_is_one_sentence(
+    forgotten: Any, here: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(parallel_compile.VARIABLE, "all")
+    with pytest.raises(ValueError, match="LADDER_PROCESSES is 'all': it must be a number"):
+        compile_meanwhile(products((find(1), find(2))), HOPPER)
+
+
+def test_a_forked_process_expects_nothing_from_those_of_its_parent(
+    forgotten: Any, here: list[Any]
+) -> None:
+    assert compile_meanwhile(products((find(1), find(2))), HOPPER)
+    assert kernel_cache._expected
+    child = os.fork()
+    if not child:
+        os._exit(bool(kernel_cache._expected) or parallel_compile._compilers is not None)
+    assert os.waitpid(child, 0)[1] == 0

@@ -92,6 +92,8 @@ def forget() -> None:
     torch_operator._choices.clear()
     torch_operator._prepared.clear()
     torch_operator._unpacking.clear()
+    torch_operator._layers.clear()
+    torch_operator._looked_for.clear()
     product_rows._prepared.clear()
 
 
