@@ -57,6 +57,17 @@ def key_of(kernel: Any, signature: tuple[Any, ...], arch: str) -> dict[str, Any]
     }
 
 
+def text_of(function: Any) -> str | None:
+    """A text that device functions of this project share where they do the same: their code and all
+    that they capture. None for other functions, and where that is not known."""
+    captured = _Captured()
+    try:
+        text = captured.text(function)
+    except _Unknown:
+        return None
+    return text if function.py_func.__module__ in captured.modules else None
+
+
 @cache
 def _code_of(modules: frozenset[str]) -> str:
     """The hash over their code. A file may have changed since this process imported it: `values`

@@ -9,19 +9,28 @@ without them, and holds the functions they replace against the text they were wr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from numba.core.types.functions import BaseFunction
+from numba.cuda import dispatcher as numba_dispatcher
+from numba.cuda import utils
 from numba.cuda.codegen import CUDACodeLibrary
 from numba.cuda.core import config, ir, postproc, transforms
+from numba.cuda.core.base import BaseContext
 from numba.cuda.core.targetconfig import ConfigStack, TargetConfig
+from numba.cuda.dispatcher import CUDADispatcher
+
+from steps.compile.kernel_key import text_of
 
 _get_asm_str = CUDACodeLibrary.get_asm_str
 _get_call_type = BaseFunction.get_call_type
 _post_process = postproc.PostProcessor.run
+_compile_one = CUDADispatcher.compile_device
+_get_abi_sizeof = BaseContext.get_abi_sizeof
 
 
 def _llvm_strs(library: Any) -> list[str]:
@@ -54,6 +63,40 @@ def _typed_before(function: Any, context: Any, args: tuple, kws: dict) -> Any:
     signature, implementation, _ = _known[key]
     function._impl_keys[signature.args] = implementation  # which another key may have changed
     return signature
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _compile_device(dispatcher: Any, args: tuple, return_type: Any = None) -> Any:
+    """The compiled device function of these argument types, shared by all that are equal. Kernels
+    are made by factories, for each tile anew, and many of their device functions are the same in
+    all of them. Numba keeps what it compiled of each by itself."""
+    if args in dispatcher.overloads or return_type is not None:
+        return _compile_one(dispatcher, args, return_type)
+    if (text := text_of(dispatcher)) is None:
+        return _compile_one(dispatcher, args)
+    key = text, args, numba_dispatcher.get_current_device().compute_capability
+    if key not in _compiled:
+        _compiled[key] = _compile_one(dispatcher, args)
+    made = dispatcher.overloads[args] = _compiled[key]
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _signature_of(function: Any) -> inspect.Signature:
+    """Asked twice for each call of a function that is lowered."""
+    return inspect.signature(function)
+
+
+_sizes: dict[Any, int] = {}
+
+
+def _size_of(context: Any, of: Any) -> int:
+    """The bytes of an LLVM type: llvmlite parses a module for each answer."""
+    if of not in _sizes:
+        _sizes[of] = _get_abi_sizeof(context, of)
+    return _sizes[of]
 
 
 @cache
@@ -125,13 +168,16 @@ SHORTCUTS: Final = (
     (CUDACodeLibrary, "llvm_strs", property(_llvm_strs)),
     (CUDACodeLibrary, "get_asm_str", _names_in),
     (BaseFunction, "get_call_type", _typed_before),
+    (CUDADispatcher, "compile_device", _compile_device),
+    (BaseContext, "get_abi_sizeof", _size_of),
+    (utils, "pysignature", _signature_of),
     (TargetConfig, "values", _values),
     (TargetConfig, "__eq__", _flags_equal),
     (TargetConfig, "__hash__", _flags_hash),
     (postproc.PostProcessor, "run", _canonical),
     (ir.Inst, "_rec_list_vars", _variables_in),
 )
-"""(class, name, what stands in for it)"""
+"""(class or module, name, what stands in for it)"""
 
 
 @contextmanager

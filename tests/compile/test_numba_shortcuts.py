@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 from numba import cuda, float32, int64, types
+from numba.cuda import dispatcher, utils
 from numba.cuda.compiler import CUDAFlags
 from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.dispatcher import CUDADispatcher
@@ -20,6 +21,8 @@ WRITTEN_FOR = {
     "CUDACodeLibrary.llvm_strs": "780385c4e565",
     "CUDACodeLibrary.get_asm_str": "464e51ced2fb",
     "BaseFunction.get_call_type": "6559c167bfc0",
+    "CUDADispatcher.compile_device": "d3bf986f8d20",
+    "BaseContext.get_abi_sizeof": "d62321a8ccf3",
     "TargetConfig.values": "824f3c925f1c",
     "TargetConfig.__eq__": "6d8774572d07",
     "TargetConfig.__hash__": "4d15a6c75137",
@@ -41,11 +44,13 @@ def test_what_they_replace_is_what_they_were_written_for() -> None:
             inspect.getsource(of_numba(owner, name)).encode()
         ).hexdigest()[:12]
         for owner, name, _ in SHORTCUTS
+        if owner is not utils
     }
     assert found == WRITTEN_FOR
+    assert utils.pysignature is inspect.signature
 
 
-def kernel() -> CUDADispatcher:
+def kernel(factor: int = 2) -> CUDADispatcher:
     """New functions each time, as Numba keeps what it compiled of one: loops, branches, tuples,
     arrays, types that differ from call to call, a function called by two others."""
 
@@ -55,7 +60,7 @@ def kernel() -> CUDADispatcher:
 
     @cuda.jit(device=True, forceinline=True)
     def pair(x):
-        return scaled(x, types.int32(2)), scaled(x, types.int32(5))
+        return scaled(x, types.int32(factor)), scaled(x, types.int32(5))
 
     @cuda.jit(device=True)
     def total(values, n):
@@ -84,11 +89,38 @@ SIGNATURE = (float32[::1], float32[::1])
 
 def test_the_machine_code_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [compiler.compile_kernel(kernel(), SIGNATURE, "sm_90a") for _ in range(2)]
-    monkeypatch.setattr(compiler, "SHORTCUTS", ())
+    monkeypatch.setattr(compiler, "SHORTCUTS", ())  # nothing that was compiled before is shared
     long = compiler.compile_kernel(kernel(), SIGNATURE, "sm_90a")
     first, second, third = (text_of(code.cubin) for code in (*short, long))
     assert first == second == third
     assert len(first) > 100 * INSTRUCTION_BYTES
+
+
+def test_a_second_kernel_does_not_type_equal_functions_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed: list[str] = []
+    compile_cuda = dispatcher.compile_cuda
+
+    def noted(function: Any, *rest: Any, **options: Any) -> Any:
+        typed.append(function.__name__)
+        return compile_cuda(function, *rest, **options)
+
+    monkeypatch.setattr(dispatcher, "compile_cuda", noted)
+    monkeypatch.setattr(numba_shortcuts, "_compiled", {})
+
+    def machine_code(factor: int, arch: str = "sm_90a") -> bytes:
+        typed.clear()
+        return text_of(compiler.compile_kernel(kernel(factor), SIGNATURE, arch).cubin)
+
+    first = machine_code(2)
+    assert sorted(typed) == ["all_of_it", "pair", "scaled", "scaled", "total"]
+    assert machine_code(2) == first
+    assert typed == ["all_of_it"], "new functions, equal to those before"
+    assert machine_code(3) != first
+    assert sorted(typed) == ["all_of_it", "pair"], "what captures something else, and who calls it"
+    machine_code(2, "sm_80")
+    assert sorted(typed) == ["all_of_it", "pair", "scaled", "scaled", "total"]
 
 
 def test_a_call_is_remembered_by_its_types_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
