@@ -24,9 +24,12 @@ its weights are there as floats, too, or of a large layer 256 MB of them at a ti
 
 Products. On a GPU the layer selects the kernel from M at each call, as `steps.gemm` does
 (`steps.nn.operator`). The launches of the 512 products used last are kept, for all layers together.
-The first call with a new M prepares its launches, and compiles the kernels that were not used
-before, in seconds: run each M once before it counts, above all before a CUDA graph is captured. On
-a CPU weights are dequantized at every call, which is slow.
+The first call with a new M prepares its launches, and kernels that were not used before are
+compiled, in seconds: run each M once before it counts, above all before a CUDA graph is captured.
+The first layer that lacks one asks for those of all other layers, too, and after a prompt for those
+of the tokens that follow: other processes compile them, as many as cores, at most 16
+(`steps.compile.parallel_compile`; LADDER_PROCESSES=1 in the environment for none). On a CPU weights
+are dequantized at every call, which is slow.
 """
 
 from __future__ import annotations
