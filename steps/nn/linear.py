@@ -432,6 +432,15 @@ class QuantLinear(nn.Linear):
         return (arrays[0] if arrays else self.blocks).device
 
     @property
+    def key(self) -> tuple[Any, int]:
+        """What is asked of the packed weights, and the number of the GPU that holds them."""
+        size = self.format, self.out_features, self.in_features
+        layouts = tuple(self.packings.split())
+        asked = operator.request_of(*size, self.accuracy, layouts, self.invariant)
+        index = self.device.index
+        return asked, -1 if index is None else index
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the weights on the layer's device."""
         arrays = [*self._arrays("weights"), *self._arrays("fast")] or [self.blocks]

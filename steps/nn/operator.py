@@ -444,10 +444,7 @@ class Weights:
         invariant: bool = False,
         family: str | None = None,
     ) -> None:
-        self.asked = Request(
-            format, 0, n, k, accuracy=accuracy, family=family, layouts=tuple(packed),
-            invariant=invariant, caller_casts=True,
-        )  # fmt: skip
+        self.asked = request_of(format, n, k, accuracy, tuple(packed), invariant, family)
         self.addresses = {
             name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()
         }
@@ -460,10 +457,31 @@ class Weights:
     def choice(self, m: int, a: str, c: str, bias: str | None = None) -> Choice:
         """The kernel for m tokens. a, c, bias: dtypes of x, y and of a bias; a may be "gated".
         Where the kernel does not read, write or add them, `multiply` does."""
-        return _choices.of((self.key, m, a, c, bias), lambda: self._chosen(m, a, c, bias))
+        return _choice(self.key, m, a, c, bias)
 
-    def _chosen(self, m: int, a: str, c: str, bias: str | None) -> Choice:
-        return choose(replace(self.asked, m=m, a=a, c=c, bias=bias), _machine())
+
+def request_of(
+    format: str,
+    n: int,
+    k: int,
+    accuracy: str,
+    layouts: tuple[str, ...],
+    invariant: bool = False,
+    family: str | None = None,
+) -> Request:
+    """What `multiply` asks of packed weights, but for M and dtypes."""
+    return Request(
+        format, 0, n, k, accuracy=accuracy, family=family, layouts=layouts,
+        invariant=invariant, caller_casts=True,
+    )  # fmt: skip
+
+
+def _choice(key: tuple[Request, int], m: int, a: str, c: str, bias: str | None) -> Choice:
+    """key: a request, and the GPU that it is for, which is the current one."""
+    return _choices.of(
+        (key, m, a, c, bias),
+        lambda: choose(replace(key[0], m=m, a=a, c=c, bias=bias), _machine()),
+    )
 
 
 class _Call:
@@ -651,12 +669,12 @@ def first_products_follow(layer: Any) -> None:
     a kernel for one token is not there, start the processes that will compile it: that takes
     seconds, in which the other layers are moved."""
     _layers[layer] = None
-    held, dtype = layer._on_gpu(), NAMES.get(layer.dtype, "float32")
-    if (held.key, dtype) in _looked_for:
+    key, dtype = layer.key, NAMES.get(layer.dtype, "float32")
+    if (key, dtype) in _looked_for:
         return
-    _looked_for.add((held.key, dtype))
-    with torch.cuda.device(held.device), suppress(ValueError):  # which is for who calls the layer
-        if not is_compiled(held.choice(1, dtype, dtype)):
+    _looked_for.add((key, dtype))
+    with torch.cuda.device(key[1]), suppress(ValueError):  # which is for who calls the layer
+        if not is_compiled(_choice(key, 1, dtype, dtype, None)):
             from steps.compile.parallel_compile import start
 
             start(_machine())
@@ -680,14 +698,15 @@ def _compile_meanwhile(first: Choice, w: Weights, x: Tensor | None) -> None:
     tokens = [asked.m]
     if x is not None and x.ndim > 2 and x.shape[-2] > 1 and not torch.is_grad_enabled():
         tokens.append(prod(x.shape[:-2]))
-    for m, layer in itertools.product(tokens, list(_layers)):
-        held, bias = layer._on_gpu(), layer.bias
-        if held is None or held.device != w.device or layer.sharding is not None:
-            continue
-        of_bias = None if bias is None else NAMES.get(bias.dtype, "float32")
-        if (key := (held.key, m, of_bias)) not in wanted:
+    layers = [
+        (one.key, None if one.bias is None else NAMES.get(one.bias.dtype, "float32"))
+        for one in list(_layers)
+        if one.packings and one.sharding is None
+    ]
+    for m, (key, bias) in itertools.product(tokens, layers):
+        if key[1] == w.device and (key, m, bias) not in wanted:
             with suppress(ValueError):  # which is for who calls this layer
-                wanted[key] = held.choice(m, asked.a, asked.c, of_bias)
+                wanted[key, m, bias] = _choice(key, m, asked.a, asked.c, bias)
     compile_meanwhile(wanted.values(), _machine())
 
 
