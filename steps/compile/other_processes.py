@@ -22,6 +22,7 @@ import sys
 import threading
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final
@@ -148,7 +149,7 @@ def serve(fd: int, facts: tuple[int, str, int, int]) -> None:
                 break
             number, job = asked
             waiting.add(number)
-            pool.submit(_compiled, job).add_done_callback(lambda done, n=number: send(n, done))
+            pool.submit(_compiled, job).add_done_callback(partial(send, number))
     except EOFError:  # who asked has ended
         pass
     for child in active_children():  # which may still compile, for nobody
