@@ -566,6 +566,8 @@ class Decoder:
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
         ends = self._ends()
+        if self.chained and len(ids) == ids.shape[1] == 1:
+            return self._chained(parts[0], cache, ends)
         for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
             for part in parts:
                 self._attend(layer, part, keys_values, cache)
@@ -582,6 +584,33 @@ class Decoder:
         if tokens > 1:
             last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
         return self._logits(last)
+
+    chained = False
+
+    def _chained(self, part: Part, cache: Cache, ends: Any) -> Tensor:
+        from steps.decoder.chained import Chains, Memory
+
+        do, config = self.operations, self.config
+        if not hasattr(self, "_memory"):
+            self._memory = Memory(config.layers, config.width, config.hidden, self.device)
+            self._chains = Chains(do.deferred._launch)
+        self._memory.empty()
+        first = self.layers[0]
+        qkv = self._of_normed(
+            part, first.before_attention, first.qkv,
+            (first.out, first.before_hidden, first.gate_up),
+        )
+        for i, (layer, end) in enumerate(zip(self.layers, ends, strict=True)):
+            cached = cache.layers[i], part.position, cache.cos, cache.sin
+            given = config.heads, torch.float16, layer.head_norms, part.first
+            a = do.attention(qkv, *cached, *given)
+            after = end[1] if i + 1 < len(self.layers) else None
+            memory = self._memory.layers[i]
+            qkv = self._chains.run(
+                layer, after, end[0], a, part.h, part.left, memory, config.epsilon
+            )
+            part.x, part.left = memory[2].view(1, -1), memory[4].view(1, -1)
+        return self._of_normed(part, *ends[-1])
 
     def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""

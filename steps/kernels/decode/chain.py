@@ -1,0 +1,609 @@
+"""One stream of weights: the products of a layer from attention to attention in one launch.
+
+    out  | + h, norm | gates, ups | silu * | down | + h, norm | qkv of the next layer
+
+What is new
+    One thread block an SM, and each knows from the beginning which weights it will multiply: a share
+    of every product, in pairs of row tiles. A producer copies them into one long ring, product after
+    product, whatever the others wait for; sixteen warps share K. Nothing between two products is a
+    barrier of the grid: what one of them makes lies in memory that is full of a value that no
+    product stores (`NOTHING`), and a warp polls just the 256 K that it multiplies until all of them
+    are there.
+
+        ring of an SM     | out | gates and ups ....... | down ... | qkv |    filled ahead
+        16 warps            ^ A   ^ x, polled             ^ polled   ^ x, polled
+
+    Norms are deferred as in `steps.kernels.between.deferred_norm`: x = h * weight * s, and r / s
+    behind the next product. The sums of h^2 of each pair of row tiles are polled likewise, by one
+    warp of each block. Rows of the residual stay with the block that has them from out to down.
+    The launch begins while attention, a few blocks, still runs: meanwhile the rings of all other
+    SMs fill, so that attention hides behind weights.
+Why it should help
+    Behind every product memory idles until A has come and the first weights have. Four products and
+    attention take 40.3 us of a layer of Llama 3 8B on an H200, and its 123 MB of weights 28. In a
+    chain of layers without attention this took 33.0 us where the four products had taken 35.6.
+    Expect 35 us with attention, whose 4 us fall into the filling of the rings.
+What it costs
+    All blocks must be on the GPU at once: `supports` says where. 227 KB of shared memory, so nothing
+    else runs on an SM beside it. One token.
+Machine code
+    UBLKCP in the producer; LDG.E.128.STRONG.GPU for polls; HMMA with no LDG in the stream; no
+    spills: what comes out of the L1 waits there behind the weights of the whole SM.
+Prerequisites
+    Step 18, `deferred_norm`, and of step 13 producers and setmaxnreg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
+
+from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS
+from steps.contract import Launch, ceil_div, shared_memory
+from steps.instructions import (
+    as_bits,
+    as_float,
+    barrier_sync,
+    bulk_copy,
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    fence_mbarrier_init,
+    float_to_half,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    load_f32,
+    load_u32,
+    load_u32x4,
+    load_u64x2_relaxed,
+    mbarrier_arrive,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    shfl,
+    shfl_xor,
+    store_f32,
+    store_u16,
+    store_u32,
+    store_u32x4,
+)
+from steps.instructions.approximate import reciprocal, rsqrt
+from steps.instructions.waiting import (
+    give_up,
+    load_u32_relaxed,
+    mbarrier_wait_bounded,
+    store_u16_relaxed,
+    store_u32_relaxed,
+    thread_index,
+)
+from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
+from steps.kernels.between.deferred_norm import ROOM
+from steps.kernels.decode.product import PAIR, product_a16
+from steps.kernels.parts.activations.gated import silu_times
+from steps.kernels.parts.weights.codes import tile_index
+from steps.kernels.parts.weights.storage_formats import tile_format
+
+WARPS: Final = 16
+"""That multiply. A warpgroup more has the producers."""
+PRODUCERS: Final = 4
+"""Lanes that issue copies, one on each scheduler of the SM: one alone is too slow beside 16 warps."""
+THREADS: Final = 32 * (WARPS + 4)
+ROWS: Final = PAIR * TILE_ROWS
+"""Of a pair of row tiles."""
+H200_WINDOW: Final = 8
+"""Chunks under way at a time: what has just been asked for waits behind the others, A too."""
+POLLS: Final = 1 << 22
+"""Of a value at most: some seconds."""
+NOTHING: Final = 0xFFFF
+"""Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
+at first."""
+FIELDS: Final = 4
+"""Of a product in shared memory: this block's pairs, the first of them, chunks of a pair, K tiles."""
+fewer, more = setmaxnreg_dec(24), setmaxnreg_inc(112)  # 128 * 24 + 512 * 112 <= 640 * 96
+wait_all = cp_async_wait(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What a kernel is compiled for.
+
+    format : storage format of all products
+    deep   : K tiles of a chunk
+    slots  : of the ring
+    a_bytes: of the longest A
+    pairs  : of a block at most, in each product
+    loads  : sums of h^2 of a lane
+    biased : whether queries, keys and values have a bias
+    """
+
+    format: str
+    deep: int
+    slots: int
+    a_bytes: int
+    pairs: tuple[int, int, int, int]
+    loads: int
+    biased: bool
+
+    @property
+    def pair_bytes(self) -> int:
+        return PAIR * tile_format(self.format).tile_bytes
+
+    @property
+    def chunk(self) -> int:
+        return self.deep * self.pair_bytes
+
+    @property
+    def a_at(self) -> int:
+        return self.slots * self.chunk
+
+    @property
+    def sums_at(self) -> int:
+        return self.a_at + self.a_bytes
+
+    @property
+    def bars_at(self) -> int:
+        """Sums of products 0 and 2, then those of 1 and 3."""
+        even, odd = max(self.pairs[::2]), max(self.pairs[1::2])
+        return self.sums_at + WARPS * 4 * ROWS * (even + odd)
+
+    @property
+    def rows_at(self) -> int:
+        """Behind two mbarriers for each slot: row scales of pairs, then biases, h and weights."""
+        return self.bars_at + 16 * self.slots
+
+    @property
+    def bias_at(self) -> int:
+        return self.rows_at + 4 * ROWS * max(self.pairs)
+
+    @property
+    def h_at(self) -> int:
+        return self.bias_at + (4 * ROWS * self.pairs[3] if self.biased else 0)
+
+    @property
+    def weights_at(self) -> int:
+        return self.h_at + 4 * ROWS * self.pairs[0]
+
+    @property
+    def squares_at(self) -> int:
+        return self.weights_at + 4 * ROWS * self.pairs[0]
+
+    @property
+    def norms_at(self) -> int:
+        """r of the norms before out, before gates and before qkv."""
+        return self.squares_at + 128 * self.loads
+
+    @property
+    def table_at(self) -> int:
+        return self.norms_at + 16
+
+    @property
+    def shared(self) -> int:
+        return self.table_at + 4 * 4 * FIELDS
+
+
+@cuda.jit(device=True, forceinline=True)
+def missing_of(x):
+    """Some bits of 0x8000 in each 16, where one of these four 16 bits is `NOTHING`."""
+    y = uint64(x ^ uint64(0xFFFFFFFFFFFFFFFF))
+    return uint64(uint64(y - uint64(0x0001000100010001)) & x & uint64(0x8000800080008000))
+
+
+@cuda.jit(device=True, forceinline=True)
+def missing(x):
+    return uint64(missing_of(x[0]) | missing_of(x[1])) != uint64(0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def poll(array, at):
+    """Eight float16 from array[at] on, when all of them are there."""
+    x, polls = load_u64x2_relaxed(array, at), int32(0)
+    while missing(x):
+        x = load_u64x2_relaxed(array, at)
+        polls = int32(polls + 1)
+        if polls > int32(POLLS):
+            give_up()
+    return x
+
+
+@cuda.jit(device=True, forceinline=True)
+def put(smem, at, x):
+    low, high = uint64(x[0]), uint64(x[1])
+    upper = uint64(32)
+    store_u32x4(smem, at, uint32(low), uint32(low >> upper), uint32(high), uint32(high >> upper))
+
+
+@cuda.jit(device=True, forceinline=True)
+def share(pairs, last):
+    """(this block's pairs of so many, the first of them): as even as can be, where blocks that
+    have one more come first, or last."""
+    block, blocks = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+    each = int32(uint32(pairs) // uint32(blocks))
+    rest = int32(pairs - each * blocks)
+    if last:
+        begin = int32(blocks - rest)
+        own = int32(each + 1) if block >= begin else each
+        return own, int32(each * block + max(int32(block - begin), int32(0)))
+    own = int32(each + 1) if block < rest else each
+    return own, int32(each * block + min(block, rest))
+
+
+@cache
+def kernel(how: Chain) -> Any:
+    deep, slots, chunk, pair_bytes = how.deep, how.slots, how.chunk, how.pair_bytes
+    a_at, sums_at, bars_at, rows_at = how.a_at, how.sums_at, how.bars_at, how.rows_at
+    bias_at, h_at, weights_at = how.bias_at, how.h_at, how.weights_at
+    squares_at, norms_at, table_at = how.squares_at, how.norms_at, how.table_at
+    empty_at, loads, biased = bars_at + 8 * slots, how.loads, how.biased
+    of_pair, of_chunk = 4 * ROWS, deep * TILE_K  # bytes of sums; K
+    lanes_of_a = of_chunk // 8
+    even_bytes, odd_bytes = of_pair * max(how.pairs[::2]), of_pair * max(how.pairs[1::2])
+    odd_at = sums_at + WARPS * even_bytes
+    more_parts = ceil_div(how.a_bytes // 2 // of_chunk, WARPS)
+    product = product_a16(how.format, "float16", 1)
+    places, multiply, scale = product.places, product.multiply, product.scale
+    tile_bytes = tile_format(how.format).tile_bytes
+
+    @cuda.jit(device=True, forceinline=True)
+    def entry(smem, p, field):
+        return int32(load_u32(smem, table_at + 4 * (FIELDS * p + field)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def write_table(smem, p, pairs, last, k):
+        own, first = share(pairs, last)
+        at, k_tiles = table_at + 4 * FIELDS * p, int32(uint32(k) // uint32(TILE_K))
+        store_u32(smem, at, uint32(own))
+        store_u32(smem, at + 4, uint32(first))
+        store_u32(smem, at + 8, uint32(uint32(k_tiles) // uint32(deep)))
+        store_u32(smem, at + 12, uint32(k_tiles))
+
+    @cuda.jit(device=True, forceinline=True)
+    def slot_of(index):
+        turn = uint32(index) // uint32(slots)
+        return int32(uint32(index) - turn * uint32(slots)), int32(turn & uint32(1))
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_pair(smem, to, w, tile, k_tile, k_tiles, bar):
+        """A chunk of two row tiles that lie side by side."""
+        at = int64(tile_index(tile, k_tile, k_tiles)) * tile_bytes
+        for i in range(deep):
+            place = at + i * (TILE_GROUP * tile_bytes)
+            bulk_copy(smem, to + i * pair_bytes, w, place, pair_bytes, smem, bar)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_gated(smem, to, w, tile, k_tile, k_tiles, bar):
+        """A chunk of a row tile of gates and the same one of ups, half of the matrix apart."""
+        at, half = int64(tile_index(tile, k_tile, k_tiles)) * tile_bytes, int64(w.size) >> 1
+        for i in range(deep):
+            place = at + i * (TILE_GROUP * tile_bytes)
+            bulk_copy(smem, to + i * pair_bytes, w, place, tile_bytes, smem, bar)
+            into = to + i * pair_bytes + tile_bytes
+            bulk_copy(smem, into, w, half + place, tile_bytes, smem, bar)
+
+    @cuda.jit(device=True, forceinline=True)
+    def produce(smem, w_out, w_gates, w_down, w_qkv, products, window, own):
+        """One lane: every `PRODUCERS`-th chunk, from chunk `own` on."""
+        slot, turn, landed, landed_turn = own, int32(1), own, int32(0)
+        index, begin, p = own, int32(0), int32(0)
+        while p < products:
+            pairs, first = entry(smem, p, 0), entry(smem, p, 1)
+            chunks, k_tiles = entry(smem, p, 2), entry(smem, p, 3)
+            end = int32(begin + pairs * chunks)
+            pair, c = first, int32(index - begin)
+            while index < end:
+                while c >= chunks:
+                    pair, c = int32(pair + 1), int32(c - chunks)
+                bar, to = bars_at + 8 * slot, slot * chunk
+                mbarrier_wait_bounded(smem, empty_at + 8 * slot, turn)
+                if index >= window:
+                    mbarrier_wait_bounded(smem, bars_at + 8 * landed, landed_turn)
+                    landed = int32(landed + PRODUCERS)
+                    if landed >= slots:
+                        landed, landed_turn = own, int32(landed_turn ^ 1)
+                mbarrier_arrive_expect(smem, bar, chunk)
+                if p == 1:
+                    copy_gated(smem, to, w_gates, pair, int32(deep * c), k_tiles, bar)
+                elif p == 0:
+                    copy_pair(smem, to, w_out, int32(2 * pair), int32(deep * c), k_tiles, bar)
+                elif p == 2:
+                    copy_pair(smem, to, w_down, int32(2 * pair), int32(deep * c), k_tiles, bar)
+                else:
+                    copy_pair(smem, to, w_qkv, int32(2 * pair), int32(deep * c), k_tiles, bar)
+                index, slot = int32(index + PRODUCERS), int32(slot + PRODUCERS)
+                c = int32(c + PRODUCERS)
+                if slot >= slots:
+                    slot, turn = own, int32(turn ^ 1)
+            begin, p = end, int32(p + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_rows(smem, scales, weights, bias, p, pair, hidden, warp, lane):
+        """What the rows of this warp's pair have: row scales, and a weight of the norm or a bias."""
+        row = int32(ROWS * pair + lane)
+        if p == 1:
+            row = int32(TILE_ROWS * pair + (lane & 15) + (lane >> 4) * hidden)
+        place = of_pair * warp + 4 * lane
+        cp_async_4(smem, rows_at + place, scales, row)
+        if p & 1 == 0:
+            cp_async_4(smem, weights_at + place, weights, row)
+        if biased:
+            if p == 3:
+                cp_async_4(smem, bias_at + place, bias, row)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_squares(smem, squares, first, parts, lane):
+        for i in range(loads):
+            if lane + 32 * i < parts:
+                to = squares_at + 128 * i + 4 * lane
+                cp_async_4(smem, to, squares, int32(first + 32 * i + lane))
+
+    @cuda.jit(device=True, forceinline=True)
+    def norm_of(smem, squares, first, parts, mean_of, epsilon, lane):
+        """r of a norm, of the sums of h^2 that `copy_squares` has brought; those that had not been
+        there are polled."""
+        total = float32(0)
+        for i in range(loads):
+            if lane + 32 * i < parts:
+                x, polls = load_u32(smem, squares_at + 128 * i + 4 * lane), int32(0)
+                while x == uint32(0xFFFFFFFF):
+                    x = load_u32_relaxed(squares, int32(first + 32 * i + lane))
+                    polls = int32(polls + 1)
+                    if polls > int32(POLLS):
+                        give_up()
+                total += as_float(x)
+        for i in range(5):
+            total += shfl_xor(total, 1 << i)
+        return rsqrt(total * mean_of + epsilon)
+
+    @cuda.jit(device=True, forceinline=True)
+    def factor_of(smem, p):
+        """By which what a product makes is scaled: s before a norm, r / s behind it."""
+        if p == 0:
+            return load_f32(smem, norms_at) * float32(ROOM)
+        if p == 1:
+            return load_f32(smem, norms_at + 4) * reciprocal(load_f32(smem, norms_at) * float32(ROOM))
+        r = load_f32(smem, norms_at + 4) * float32(ROOM)
+        return r if p == 2 else load_f32(smem, norms_at + 8) * reciprocal(r)
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def chain(
+        w_out, w_gates, w_down, w_qkv, scales_out, scales_gates, scales_down, scales_qkv, bias,
+        weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
+        sizes, epsilon,
+    ):  # fmt: skip
+        """See `launch`. sizes: (width, hidden, K of out, N of qkv, window)."""
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        acc = cuda.local.array(8, float32)
+        griddepcontrol_launch_dependents()
+        width, hidden, k_out, n_qkv, window = sizes
+        products = int32(4 if n_qkv > 0 else 3)
+        t = int32(cuda.threadIdx.x)
+        lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)
+        if t == 0:
+            write_table(smem, int32(0), int32(uint32(width) // uint32(ROWS)), False, k_out)
+        elif t == 32:
+            write_table(smem, int32(1), int32(uint32(hidden) // uint32(TILE_ROWS)), False, width)
+        elif t == 64:
+            write_table(smem, int32(2), int32(uint32(width) // uint32(ROWS)), False, hidden)
+        elif t == 96:
+            write_table(smem, int32(3), int32(uint32(n_qkv) // uint32(ROWS)), True, width)
+        elif t == 32 * WARPS:
+            for i in range(2 * slots):
+                mbarrier_init(smem, bars_at + 8 * i, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+
+        if warp >= WARPS:
+            # --- the producers
+            fewer()
+            if lane == 0:
+                own = int32(warp - WARPS)
+                produce(smem, w_out, w_gates, w_down, w_qkv, products, window, own)
+        else:
+            # --- the warps that multiply
+            more()
+            parts = int32(uint32(width) // uint32(ROWS))
+            # one token: from shared memory, or the compiler makes constants anew at each use
+            here = int32(min(entry(smem, int32(0), 3), int32(1)))
+            offsets = places(lane, here, int32(0))
+            p, index = int32(0), int32(0)
+            while p < products:
+                t = thread_index()
+                lane, warp = int32(t & 31), int32(t >> 5)
+                pairs, first, chunks = entry(smem, p, 0), entry(smem, p, 1), entry(smem, p, 2)
+                if warp < pairs:
+                    pair = int32(first + warp)
+                    if p == 0:
+                        copy_rows(smem, scales_out, weights_hidden, bias, p, pair, hidden, warp, lane)
+                    elif p == 1:
+                        copy_rows(smem, scales_gates, weights_next, bias, p, pair, hidden, warp, lane)
+                    elif p == 2:
+                        copy_rows(smem, scales_down, weights_next, bias, p, pair, hidden, warp, lane)
+                    else:
+                        copy_rows(smem, scales_qkv, weights_next, bias, p, pair, hidden, warp, lane)
+                if p == 0:
+                    griddepcontrol_wait()
+                    if warp < pairs:
+                        row = int32(ROWS * (first + warp) + lane)
+                        cp_async_4(smem, h_at + of_pair * warp + 4 * lane, h, row)
+
+                # --- this warp's part of A; further parts arrive meanwhile
+                if pairs > 0:
+                    source = a
+                    if p == 1:
+                        source = x_hidden
+                    elif p == 2:
+                        source = gates
+                    elif p == 3:
+                        source = x_next
+                    k = int32(of_chunk * warp + 8 * lane)
+                    to = int32(a_at + 2 * k)
+                    if lane < lanes_of_a:
+                        if warp < chunks:
+                            put(smem, to, poll(source, k))
+                        for i in range(1, more_parts):
+                            if warp + WARPS * i < chunks:
+                                ahead = of_chunk * WARPS * i
+                                cp_async_16(smem, to + 2 * ahead, source, k + ahead)
+                if warp == WARPS - 1:
+                    if p == 0:
+                        copy_squares(smem, before, 1, int32(before.size - 1), lane)
+                    elif p == 1:
+                        copy_squares(smem, squares, 0, parts, lane)
+                    elif p == 3:
+                        copy_squares(smem, left, 1, parts, lane)
+                cp_async_commit()
+                cuda.syncwarp()
+
+                # --- the stream
+                t = thread_index()
+                lane, warp, pair = int32(t & 31), int32(t >> 5), int32(0)
+                while pair < pairs:
+                    for r in range(8):
+                        acc[r] = 0
+                    c = warp
+                    while c < chunks:
+                        slot, turn = slot_of(int32(index + pair * chunks + c))
+                        mbarrier_wait_bounded(smem, bars_at + 8 * slot, turn)
+                        if pair == 0 and c >= WARPS:
+                            wait_all()
+                            k = int32(of_chunk * c + 8 * lane)
+                            if lane < lanes_of_a:
+                                x0, x1, x2, x3 = load_u32x4(smem, a_at + 2 * k)
+                                upper = uint64(32)
+                                low = uint64(x0) | uint64(x1) << upper
+                                high = uint64(x2) | uint64(x3) << upper
+                                if missing((low, high)):
+                                    source = a
+                                    if p == 1:
+                                        source = x_hidden
+                                    elif p == 2:
+                                        source = gates
+                                    elif p == 3:
+                                        source = x_next
+                                    put(smem, a_at + 2 * k, poll(source, k))
+                            cuda.syncwarp()
+                        k = int32(0)
+                        while k < deep * here:  # not unrolled: registers
+                            multiply(
+                                acc, smem, slot * chunk + k * pair_bytes,
+                                a_at + 2 * (of_chunk * c + TILE_K * k), int32(0),
+                                offsets, here, lane,
+                            )  # fmt: skip
+                            k = int32(k + 1)
+                        cuda.syncwarp()
+                        if lane == 0:
+                            mbarrier_arrive(smem, empty_at + 8 * slot)
+                        c = int32(c + WARPS)
+                    if lane & 3 == 0:
+                        to = int32(sums_at + warp * even_bytes + of_pair * pair + lane)
+                        if p & 1:
+                            to = int32(odd_at + warp * odd_bytes + of_pair * pair + lane)
+                        store_f32(smem, to, acc[0])
+                        store_f32(smem, to + 32, acc[2])
+                        store_f32(smem, to + 64, acc[4])
+                        store_f32(smem, to + 96, acc[6])
+                    pair = int32(pair + 1)
+                index = int32(index + pairs * chunks)
+
+                # --- the norm, by one warp, for all
+                if warp == WARPS - 1 and p != 2:
+                    wait_all()
+                    mean_of = reciprocal(float32(width))
+                    at, r = norms_at, float32(0)
+                    if p == 0:
+                        n = int32(before.size - 1)
+                        r = norm_of(smem, before, 1, n, mean_of, epsilon, lane)
+                    elif p == 1:
+                        at, r = norms_at + 4, norm_of(smem, squares, 0, parts, mean_of, epsilon, lane)
+                    elif p == 3:
+                        at, r = norms_at + 8, norm_of(smem, left, 1, parts, mean_of, epsilon, lane)
+                    if lane == 0:
+                        store_f32(smem, at, r)
+
+                # --- the sums of all warps
+                barrier_sync(1, 32 * WARPS)
+                t = thread_index()
+                lane, warp = int32(t & 31), int32(t >> 5)
+                if warp < pairs:
+                    total, place = float32(0), int32(of_pair * warp + 4 * lane)
+                    at, step = int32(sums_at + place), int32(even_bytes)
+                    if p & 1:
+                        at, step = int32(odd_at + place), int32(odd_bytes)
+                    for i in range(WARPS):
+                        total += load_f32(smem, at + step * i)
+                    wait_all()
+                    total *= load_f32(smem, rows_at + place) * float32(scale)
+                    factor, pair = factor_of(smem, p), int32(first + warp)
+                    if p & 1 == 0:
+                        total += load_f32(smem, h_at + place)
+                        row = int32(ROWS * pair + lane)
+                        x = float_to_half(total * factor * load_f32(smem, weights_at + place))
+                        own = total * total
+                        for i in range(5):
+                            own += shfl_xor(own, 1 << i)
+                        if p == 0:
+                            store_u16_relaxed(x_hidden, row, x)
+                            if lane == 0:
+                                store_u32_relaxed(squares, pair, as_bits(own))
+                            store_f32(smem, h_at + place, total)
+                        else:
+                            store_u16_relaxed(x_next, row, x)
+                            if lane == 0:
+                                store_u32_relaxed(left, int32(1 + pair), as_bits(own))
+                            store_f32(h, row, total)
+                            if pair == 0 and lane == 0:
+                                store_f32(left, 0, factor)
+                    else:
+                        total *= factor
+                        if p == 1:
+                            up = shfl(total, int32(lane + 16) & 31)
+                            total = silu_times(total, up)
+                            if lane < TILE_ROWS:
+                                row = int32(TILE_ROWS * pair + lane)
+                                store_u16_relaxed(gates, row, float_to_half(total))
+                        else:
+                            if biased:
+                                total += load_f32(smem, bias_at + place)
+                            store_u16(y, int32(ROWS * pair + lane), float_to_half(total))
+                p = int32(p + 1)
+
+    return chain
+
+
+def chain_of(
+    format: str, width: int, hidden: int, k_out: int, n_qkv: int, blocks: int, biased: bool
+) -> Chain | None:
+    """What is compiled for such a layer; None where its sizes do not divide into shares."""
+    tile = tile_format(format)
+    deep = 2 if 2 * PAIR * tile.tile_bytes <= 5632 else 1
+    of_chunk = deep * TILE_K
+    if width % ROWS or hidden % 128 or n_qkv % ROWS or any(k % of_chunk for k in (width, hidden, k_out)):
+        return None
+    numbers = width // ROWS, hidden // TILE_ROWS, width // ROWS, n_qkv // ROWS
+    pairs = tuple(ceil_div(n, blocks) for n in numbers)
+    if max(pairs) > WARPS:
+        return None
+    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(numbers[0], 32)
+    without = Chain(format, deep, 0, a_bytes, pairs, loads, biased)
+    slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
+    if slots < WARPS + H200_WINDOW:
+        return None
+    return Chain(format, deep, slots, a_bytes, pairs, loads, biased)
+
+
+def launch(
+    how: Chain, weights: Any, scales: Any, bias: Any, norms: Any, a: Any, h: Any, before: Any,
+    x_hidden: Any, gates: Any, x_next: Any, squares: Any, left: Any, y: Any, epsilon: float,
+    blocks: int, window: int = H200_WINDOW,
+) -> Launch:  # fmt: skip
+    n_qkv = 0 if y is None else y.size
+    sizes = h.size, gates.size, a.size, n_qkv, window
+    args = (
+        *weights, *scales, bias if how.biased else scales[0], *norms, a, h, before, x_hidden,
+        gates, x_next, squares, left, x_next if y is None else y,
+        tuple(map(np.int32, sizes)), np.float32(epsilon),
+    )  # fmt: skip
+    return Launch(kernel(how), (blocks,), (THREADS,), args, how.shared, overlap=True)
