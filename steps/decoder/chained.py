@@ -1,83 +1,155 @@
-"""Layers of one token as `steps.kernels.decode.chain`: what is between two attentions is one launch."""
+"""Layers of one token: what is between two attentions is one launch, `steps.kernels.decode.chain`.
+
+    norm, qkv | attention | chain | attention | chain ... attention | chain, without qkv | logits
+
+A layer is chained where each of its products would be step 18's kernel in float16, all in one
+format and without a bias but for that of queries, keys and values, and where their sizes divide
+into shares of this GPU (`Chains.takes`). Otherwise it is as `steps.decoder.deferred` has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qformats import FORMATS
 from qformats.storage import storage_format
+from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine, multiprocessors
+from steps.decoder.deferred import DeferredNorms, by_step_18
 from steps.kernels.decode import bulk, chain
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from steps.decoder.model import Layer
+
 torch = operator.torch
 
 
 class Memory:
-    """What the blocks of chains show each other, of each layer: x before gates and before the next
-    queries [width], gates [hidden], the sums of h^2 before gates [width / 32], and `left`."""
+    """What thread blocks of a chain show each other, for each layer. Of a sequence: launches that
+    may run at the same time need memory of their own.
+
+    layers: of each (x before gates, silu(gate) * up, x before qkv, float16; the sums of h^2 before
+    gates, and `left` before qkv, float32, see `steps.decoder.deferred`), all of them `NOTHING`.
+    """
 
     def __init__(self, layers: int, width: int, hidden: int, device: Any) -> None:
-        parts = width // chain.ROWS
-        sizes = 2 * width, 2 * hidden, 2 * width, 4 * parts, 4 * (1 + parts)
+        parts, half, full = width // chain.ROWS, torch.float16, torch.float32
+        sizes = (width, half), (hidden, half), (width, half), (parts, full), (1 + parts, full)
         places = [0]
-        for size in sizes:
-            places.append(places[-1] + -(-size // 256) * 256)
-        self.all = torch.full((layers, places[-1] // 2), -1, dtype=torch.int16, device=device)
-
-        def view(layer: int, i: int, dtype: Any) -> Tensor:
-            begin = places[i] // 2
-            found: Tensor = self.all[layer, begin : begin + sizes[i] // 2].view(dtype)
-            return found
-
-        half, full = torch.float16, torch.float32
-        dtypes = half, half, half, full, full
+        for count, dtype in sizes:
+            places.append(places[-1] + -(-count * dtype.itemsize // 256) * 256)
+        self._all = torch.full((layers, places[-1]), 0xFF, dtype=torch.uint8, device=device)
         self.layers = [
-            tuple(view(layer, i, dtype) for i, dtype in enumerate(dtypes)) for layer in range(layers)
+            tuple(
+                of_layer[at : at + count * dtype.itemsize].view(dtype)
+                for at, (count, dtype) in zip(places, sizes, strict=False)
+            )
+            for of_layer in self._all
         ]
 
     def empty(self) -> None:
-        self.all.fill_(-1)
+        """Queue that all of it is `NOTHING` again, before the first layer of a token."""
+        self._all.fill_(0xFF)
 
 
 class Chains:
+    """launch: as of `steps.decoder.deferred.DeferredNorms`."""
+
     def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch
 
-    def run(
-        self, layer: Any, qkv: Any, weight: Tensor, a: Tensor, h: Tensor, before: Tensor,
+    def takes(self, layers: Sequence[Layer]) -> bool:
+        """Whether all layers of a model can be chained."""
+        first = layers[0]
+        alike = all(
+            by_step_18(one, 1)
+            and (one.format, one.n, one.k) == (like.format, like.n, like.k)
+            and (one.bias is None) == (like.bias is None)
+            for layer in layers
+            if layer.mixture is None
+            for one, like in zip(layer.products, first.products, strict=True)
+        )
+        if not alike or any(layer.mixture is not None for layer in layers):
+            return False
+        qkv, *others = first.products
+        norms = (one for layer in layers for one in (layer.before_attention, layer.before_hidden))
+        return (
+            all(one.format == qkv.format and one.bias is None for one in others)
+            and all(one.output_dtype(1) is torch.float16 for one in first.products)
+            and all(one.dtype is torch.float32 for one in norms)
+            and chain.supports(*_sizes(first, qkv), multiprocessors())
+            and chain.runs_here()
+        )
+
+    def memory(self, layers: Sequence[Layer]) -> Memory:
+        first = layers[0]
+        return Memory(len(layers), first.down.n, first.down.k, first.before_hidden.device)
+
+    def of_layer(
+        self, layer: Layer, weight: Tensor, qkv: Any, a: Tensor, h: Tensor, left: Tensor,
         memory: Sequence[Tensor], epsilon: float,
     ) -> Tensor | None:  # fmt: skip
-        """From attention's a to the next layer's queries, keys and values; None behind the last."""
-        products = layer.out, layer.gate_up, layer.down, *(() if qkv is None else (qkv,))
+        """The queries, keys and values [1, N] of the next layer, of attention's a [1, K], and h of
+        this one behind `down` in place. left: that of the norm before `layer.out`.
+
+        weight, qkv: of the next norm, and the product behind it. Where that is None there is no
+        next layer, and the norm is in `memory`, as a deferred one is: x and left.
+        """
+        products = layer.out, layer.gate_up, layer.down, qkv or layer.down
         packed = [one.packed[bulk.KERNEL.pack.__name__] for one in products]
-        packed += [packed[-1]] * (4 - len(packed))
-        y = None if qkv is None else torch.empty((1, qkv.n), dtype=torch.float16, device=a.device)
-        bias = None if qkv is None else qkv.bias
+        of_qkv: list[Tensor] = []
+        if qkv is not None:
+            of_qkv = [a.new_empty((1, qkv.n)), *(() if qkv.bias is None else (qkv.bias,))]
         arrays = (
-            *(one[0].view(-1) for one in packed), *(one[1].view(-1) for one in packed),
-            layer.before_hidden, weight, a.view(-1), h.view(-1), before.view(-1), *memory,
-            *(() if y is None else (y.view(-1),)), *(() if bias is None else (bias,)),
+            *(weights for weights, _ in packed), *(scales for _, scales in packed),
+            layer.before_hidden, weight, a, h, left, *memory, *of_qkv,
         )  # fmt: skip
-        self._launch(of_chain, arrays, layer.out.format, epsilon)
-        return y
+        flat = [one.view(-1) for one in arrays]
+        self._launch(of_chain, flat, layer.out.format, epsilon)
+        return of_qkv[0] if of_qkv else None
+
+    def ahead(
+        self, layers: Sequence[Layer], norm: Tensor, output: Any, epsilon: float
+    ) -> tuple[list[OfArrays], set[Any]]:
+        """(recipes of what a token launches beside operations and the first product, for
+        `steps.compile.parallel_compile`; the products that launch nothing else). norm, output: of
+        the logits."""
+        found: dict[Hashable, OfArrays] = {}
+
+        def record(make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
+            types = operator.array_types(arrays)
+            found[make, types, rest] = OfArrays(partial(make, *rest), types)
+
+        here, norms, first, last = Chains(record), DeferredNorms(record), layers[0], layers[-1]
+        h = norm.new_empty((1, first.down.n))
+        a = h.new_empty((1, first.out.k), dtype=torch.float16)
+        x, left = norms.launched((h,), norm, epsilon, torch.float16, first.out)
+        memory = self.memory(layers[:1]).layers[0]
+        for layer, qkv in ((first, first.qkv), (last, None)):
+            here.of_layer(layer, norm, qkv, a, h, left, memory, epsilon)
+            left = memory[-1]
+        around = {one for layer in layers for one in layer.products} - {first.qkv}
+        if norms.takes(last.down, output, h, norm):
+            norms.after(output, x, memory[-1].view(1, -1), epsilon)
+            around.add(output)
+        return [*found.values()], around
+
+
+def _sizes(layer: Layer, qkv: Any) -> tuple[Any, ...]:
+    """As `steps.kernels.decode.chain.chain_of` takes them."""
+    name = storage_format(FORMATS[layer.out.format]).name
+    n_qkv, biased = (0, False) if qkv is None else (qkv.n, qkv.bias is not None)
+    return name, layer.down.n, layer.down.k, layer.out.k, n_qkv, biased
 
 
 def of_chain(format: str, epsilon: float, *arrays: Any, machine: Machine) -> Launch:
-    weights, scales, norms, rest = arrays[:4], arrays[4:8], arrays[8:10], arrays[10:]
-    a, h, before, x_hidden, gates, x_next, squares, left, *more = rest
-    y, bias = (*more, None, None)[:2]
-    n_qkv = 0 if y is None else y.size
-    name, blocks = storage_format(FORMATS[format]).name, multiprocessors()
-    size = h.size, gates.size, a.size, n_qkv
-    how = chain.chain_of(name, *size, blocks, bias is not None)
-    assert how is not None
-    place = a, h, before, x_hidden, gates, x_next, squares, left, y
-    return chain.launch(how, weights, scales, bias, norms, *place, epsilon, blocks, WINDOW)
-
-
-WINDOW = chain.H200_WINDOW
+    weights, scales, norms, place = arrays[:4], arrays[4:8], arrays[8:10], arrays[10:18]
+    y, bias = (*arrays[18:], None, None)[:2]
+    name = storage_format(FORMATS[format]).name
+    rest = epsilon, multiprocessors()
+    return chain.launch(name, weights, scales, norms, place, y, bias, *rest)

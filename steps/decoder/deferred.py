@@ -50,7 +50,7 @@ class DeferredNorms:
         deferred."""
         floats = h.dtype is weight.dtype is torch.float32 and h.is_contiguous()
         few = len(h) <= deferred_norm.MOST_TOKENS and h.shape[1] % EIGHT == 0
-        return floats and few and all(_by_step_18(one, len(h)) for one in (before, after))
+        return floats and few and all(by_step_18(one, len(h)) for one in (before, after))
 
     def launched(
         self, rows: Sequence[Tensor], weight: Tensor, epsilon: float, dtype: Any, before: Product
@@ -126,7 +126,8 @@ class DeferredNorms:
         return [*found.values()], around
 
 
-def _by_step_18(product: Any, m: int) -> bool:
+def by_step_18(product: Any, m: int) -> bool:
+    """Whether a product of m tokens is one launch of step 18's kernel that reads float16."""
     if not isinstance(product, Product):
         return False
     choice = product.choice(m)

@@ -22,6 +22,7 @@ from qformats import BLOCK
 from steps.compile.dry_run import DryRun, OfArrays, operands
 from steps.contract import Launch, Machine
 from steps.decoder import operations
+from steps.decoder.chained import Chains
 from steps.decoder.deferred import DeferredNorms
 from steps.decoder.operations import PLAIN, Operations
 from steps.kernels.between import (
@@ -101,6 +102,7 @@ class Kernels:
             self.argmax_of_rows,
             swiglu_overlaps=True,
             deferred=DeferredNorms(self._launch),
+            chains=Chains(self._launch),
         )
 
     def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:

@@ -395,7 +395,8 @@ class Cache:
     """Keys and values of up to `length` positions, and how many there are, on the device.
 
     layers: [B, 2 kv_heads, length, head_dim] of each layer. position: int64 [], the next one that
-    is written. cos, sin: [length, head_dim], for `operations.rotary`.
+    is written. cos, sin: [length, head_dim], for `operations.rotary`. shown: a `chained.Memory`,
+    once a token has needed it.
     """
 
     def __init__(
@@ -412,6 +413,7 @@ class Cache:
         self.cos = (angles.cos() * size).to(like.device, wide)
         self.sin = (angles.sin() * size * signs).to(like.device, wide)
         self.batch, self.length = batch, length
+        self.shown: Any = None
 
 
 @dataclass(slots=True)
@@ -503,7 +505,11 @@ class Decoder:
             self.set_accuracy(accuracy)
             last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
             sizes, others = self._sizes(1, m) if m > MOST_SEQUENCES else [m], set()
-            if deferred is not None and m <= MOST_SEQUENCES:
+            if m == 1 and self._takes_chains():
+                rest = self.layers, self.norm, self.output, self.config.epsilon
+                chained, others = self.operations.chains.ahead(*rest)
+                wanted += chained
+            elif deferred is not None and m <= MOST_SEQUENCES:
                 norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
                 wanted += norms
             for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
@@ -566,8 +572,9 @@ class Decoder:
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
         ends = self._ends()
-        if self.chained and len(ids) == ids.shape[1] == 1:
-            return self._chained(parts[0], cache, ends)
+        if ids.numel() == 1 and self._takes_chains():
+            logits = self._chained(parts[0], cache)
+            return logits[:, None] if every else logits
         for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
             for part in parts:
                 self._attend(layer, part, keys_values, cache)
@@ -585,32 +592,33 @@ class Decoder:
             last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
         return self._logits(last)
 
-    chained = False
+    def _takes_chains(self) -> bool:
+        chains = self.operations.chains
+        return chains is not None and chains.takes(self.layers)
 
-    def _chained(self, part: Part, cache: Cache, ends: Any) -> Tensor:
-        from steps.decoder.chained import Chains, Memory
-
-        do, config = self.operations, self.config
-        if not hasattr(self, "_memory"):
-            self._memory = Memory(config.layers, config.width, config.hidden, self.device)
-            self._chains = Chains(do.deferred._launch)
-        self._memory.empty()
-        first = self.layers[0]
-        qkv = self._of_normed(
-            part, first.before_attention, first.qkv,
-            (first.out, first.before_hidden, first.gate_up),
+    def _chained(self, part: Part, cache: Cache) -> Tensor:
+        """Logits after one token, by `chained.Chains`."""
+        do, epsilon, ends = self.operations, self.config.epsilon, self._ends()
+        if cache.shown is None:
+            cache.shown = do.chains.memory(self.layers)
+        cache.shown.empty()
+        first, last = self.layers[0], self.layers[-1]
+        x, left = do.deferred.launched(
+            (part.h,), first.before_attention, epsilon, torch.float16, first.out
         )
-        for i, (layer, end) in enumerate(zip(self.layers, ends, strict=True)):
-            cached = cache.layers[i], part.position, cache.cos, cache.sin
-            given = config.heads, torch.float16, layer.head_norms, part.first
-            a = do.attention(qkv, *cached, *given)
-            after = end[1] if i + 1 < len(self.layers) else None
-            memory = self._memory.layers[i]
-            qkv = self._chains.run(
-                layer, after, end[0], a, part.h, part.left, memory, config.epsilon
-            )
-            part.x, part.left = memory[2].view(1, -1), memory[4].view(1, -1)
-        return self._of_normed(part, *ends[-1])
+        qkv = first.qkv(x)
+        for layer, (weight, after), keys_values, memory in zip(
+            self.layers, ends, cache.layers, cache.shown.layers, strict=True
+        ):
+            cached = keys_values, part.position, cache.cos, cache.sin
+            a = do.attention(qkv, *cached, self.config.heads, torch.float16, layer.head_norms)
+            following = after if layer is not last else None
+            given = a, part.h, left, memory, epsilon
+            qkv = do.chains.of_layer(layer, weight, following, *given)
+            x, left = memory[2].view(1, -1), memory[4].view(1, -1)
+        if self._defers(part, last.down, self.norm, self.output):
+            part.x, part.left = x, left
+        return self._of_normed(part, self.norm, self.output)
 
     def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""

@@ -193,10 +193,12 @@ class Operations(NamedTuple):
     pass of the next product computes it, where there is one (`model.Product.after_swiglu`)."""
     deferred: Any = None
     """A `deferred.DeferredNorms`, or None where each norm is a launch."""
+    chains: Any = None
+    """A `chained.Chains`, or None where each product is a launch."""
 
 
 PLAIN: Final = Operations("plain")
-FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-2] if name != "route")
+FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-3] if name != "route")
 
 
 def compiled() -> Operations:

@@ -3,12 +3,11 @@
     out  | + h, norm | gates, ups | silu * | down | + h, norm | qkv of the next layer
 
 What is new
-    One thread block an SM, and each knows from the beginning which weights it will multiply: a share
-    of every product, in pairs of row tiles. A producer copies them into one long ring, product after
-    product, whatever the others wait for; sixteen warps share K. Nothing between two products is a
-    barrier of the grid: what one of them makes lies in memory that is full of a value that no
-    product stores (`NOTHING`), and a warp polls just the 256 K that it multiplies until all of them
-    are there.
+    One thread block an SM, and each knows from the beginning which weights it will multiply: a
+    share of every product, in pairs of row tiles. Producers copy them into one long ring, product
+    after product, whatever the others wait for; sixteen warps share K. Nothing between two products
+    is a barrier of the grid: what one of them makes lies in memory that is full of a value that no
+    product stores (`NOTHING`), and a warp polls just the K that it multiplies until all is there.
 
         ring of an SM     | out | gates and ups ....... | down ... | qkv |    filled ahead
         16 warps            ^ A   ^ x, polled             ^ polled   ^ x, polled
@@ -24,8 +23,8 @@ Why it should help
     chain of layers without attention this took 33.0 us where the four products had taken 35.6.
     Expect 35 us with attention, whose 4 us fall into the filling of the rings.
 What it costs
-    All blocks must be on the GPU at once: `supports` says where. 227 KB of shared memory, so nothing
-    else runs on an SM beside it. One token.
+    All blocks must be on the GPU at once: `runs_here`. 227 KB of shared memory, so nothing else
+    runs on an SM beside it. One token.
 Machine code
     UBLKCP in the producer; LDG.E.128.STRONG.GPU for polls; HMMA with no LDG in the stream; no
     spills: what comes out of the L1 waits there behind the weights of the whole SM.
@@ -43,7 +42,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS
-from steps.contract import Launch, ceil_div, shared_memory
+from steps.contract import Launch, ceil_div, shared_memory, why_no_gpu
 from steps.instructions import (
     as_bits,
     as_float,
@@ -90,19 +89,24 @@ from steps.kernels.parts.weights.storage_formats import tile_format
 WARPS: Final = 16
 """That multiply. A warpgroup more has the producers."""
 PRODUCERS: Final = 4
-"""Lanes that issue copies, one on each scheduler of the SM: one alone is too slow beside 16 warps."""
+"""Lanes that issue copies, one on each scheduler: one alone is too slow beside 16 warps."""
 THREADS: Final = 32 * (WARPS + 4)
 ROWS: Final = PAIR * TILE_ROWS
 """Of a pair of row tiles."""
-H200_WINDOW: Final = 8
-"""Chunks under way at a time: what has just been asked for waits behind the others, A too."""
+H200_UNDER_WAY: Final = 8 * 4608
+"""Bytes of weights asked for at a time, on an SM: A waits behind them."""
+DEEP: Final = 2
+"""K tiles of a chunk, where that is `MOST_CHUNK` bytes at most."""
+MOST_CHUNK: Final = 4608
+EVEN: Final = 0.9
+"""Of the largest share of a product the average one must be."""
 POLLS: Final = 1 << 22
 """Of a value at most: some seconds."""
 NOTHING: Final = 0xFFFF
 """Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
 at first."""
 FIELDS: Final = 4
-"""Of a product in shared memory: this block's pairs, the first of them, chunks of a pair, K tiles."""
+"""Of a product in shared memory: pairs of the block, the first, chunks of a pair, K tiles."""
 fewer, more = setmaxnreg_dec(24), setmaxnreg_inc(112)  # 128 * 24 + 512 * 112 <= 640 * 96
 wait_all = cp_async_wait(0)
 
@@ -320,7 +324,7 @@ def kernel(how: Chain) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def copy_rows(smem, scales, weights, bias, p, pair, hidden, warp, lane):
-        """What the rows of this warp's pair have: row scales, and a weight of the norm or a bias."""
+        """What rows of this warp's pair have: row scales, and weights of a norm or a bias."""
         row = int32(ROWS * pair + lane)
         if p == 1:
             row = int32(TILE_ROWS * pair + (lane & 15) + (lane >> 4) * hidden)
@@ -328,9 +332,8 @@ def kernel(how: Chain) -> Any:
         cp_async_4(smem, rows_at + place, scales, row)
         if p & 1 == 0:
             cp_async_4(smem, weights_at + place, weights, row)
-        if biased:
-            if p == 3:
-                cp_async_4(smem, bias_at + place, bias, row)
+        if biased and p == 3:
+            cp_async_4(smem, bias_at + place, bias, row)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_squares(smem, squares, first, parts, lane):
@@ -363,7 +366,9 @@ def kernel(how: Chain) -> Any:
         if p == 0:
             return load_f32(smem, norms_at) * float32(ROOM)
         if p == 1:
-            return load_f32(smem, norms_at + 4) * reciprocal(load_f32(smem, norms_at) * float32(ROOM))
+            return load_f32(smem, norms_at + 4) * reciprocal(
+                load_f32(smem, norms_at) * float32(ROOM)
+            )
         r = load_f32(smem, norms_at + 4) * float32(ROOM)
         return r if p == 2 else load_f32(smem, norms_at + 8) * reciprocal(r)
 
@@ -416,11 +421,17 @@ def kernel(how: Chain) -> Any:
                 if warp < pairs:
                     pair = int32(first + warp)
                     if p == 0:
-                        copy_rows(smem, scales_out, weights_hidden, bias, p, pair, hidden, warp, lane)
+                        copy_rows(
+                            smem, scales_out, weights_hidden, bias, p, pair, hidden, warp, lane
+                        )
                     elif p == 1:
-                        copy_rows(smem, scales_gates, weights_next, bias, p, pair, hidden, warp, lane)
+                        copy_rows(
+                            smem, scales_gates, weights_next, bias, p, pair, hidden, warp, lane
+                        )
                     elif p == 2:
-                        copy_rows(smem, scales_down, weights_next, bias, p, pair, hidden, warp, lane)
+                        copy_rows(
+                            smem, scales_down, weights_next, bias, p, pair, hidden, warp, lane
+                        )
                     else:
                         copy_rows(smem, scales_qkv, weights_next, bias, p, pair, hidden, warp, lane)
                 if p == 0:
@@ -517,7 +528,10 @@ def kernel(how: Chain) -> Any:
                         n = int32(before.size - 1)
                         r = norm_of(smem, before, 1, n, mean_of, epsilon, lane)
                     elif p == 1:
-                        at, r = norms_at + 4, norm_of(smem, squares, 0, parts, mean_of, epsilon, lane)
+                        at, r = (
+                            norms_at + 4,
+                            norm_of(smem, squares, 0, parts, mean_of, epsilon, lane),
+                        )
                     elif p == 3:
                         at, r = norms_at + 8, norm_of(smem, left, 1, parts, mean_of, epsilon, lane)
                     if lane == 0:
@@ -574,36 +588,109 @@ def kernel(how: Chain) -> Any:
 
 
 def chain_of(
-    format: str, width: int, hidden: int, k_out: int, n_qkv: int, blocks: int, biased: bool
-) -> Chain | None:
-    """What is compiled for such a layer; None where its sizes do not divide into shares."""
-    tile = tile_format(format)
-    deep = 2 if 2 * PAIR * tile.tile_bytes <= 5632 else 1
-    of_chunk = deep * TILE_K
-    if width % ROWS or hidden % 128 or n_qkv % ROWS or any(k % of_chunk for k in (width, hidden, k_out)):
-        return None
-    numbers = width // ROWS, hidden // TILE_ROWS, width // ROWS, n_qkv // ROWS
+    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int
+) -> Chain:
+    """What is compiled for a layer in a storage format, on a GPU of so many SMs. n_qkv: features of
+    the next layer's queries, keys and values, 0 behind the last.
+
+    ValueError where the sizes do not divide into pairs of row tiles and chunks, where a block
+    would have more pairs than warps, or where shared memory does not hold A and a ring."""
+    pair_bytes = PAIR * tile_format(name).tile_bytes
+    deep = DEEP if DEEP * pair_bytes <= MOST_CHUNK else 1
+    if width % ROWS or hidden % (TILE_GROUP * TILE_ROWS) or n_qkv % ROWS:
+        raise ValueError(
+            f"a chain has multiples of {ROWS} features and of {TILE_GROUP * TILE_ROWS} hidden "
+            f"ones, not {width}, {n_qkv} and {hidden}"
+        )
+    if any(k % (deep * TILE_K) for k in (width, hidden, k_out)):
+        raise ValueError(
+            f"a chain of {name} takes K in multiples of {deep * TILE_K}, not {k_out}, {width} and "
+            f"{hidden}"
+        )
+    numbers = numbers_of_pairs(width, hidden, n_qkv)
     pairs = tuple(ceil_div(n, blocks) for n in numbers)
     if max(pairs) > WARPS:
-        return None
-    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(numbers[0], 32)
-    without = Chain(format, deep, 0, a_bytes, pairs, loads, biased)
+        raise ValueError(
+            f"a block of a chain has up to {WARPS} pairs of row tiles of a product, not "
+            f"{max(pairs)}"
+        )
+    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(max(numbers[0], blocks), 32)
+    without = Chain(name, deep, 0, a_bytes, pairs, loads, biased)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
-    if slots < WARPS + H200_WINDOW:
-        return None
-    return Chain(format, deep, slots, a_bytes, pairs, loads, biased)
+    # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
+    # chunk whose slot that is must have landed by then, or it takes the old one for the new.
+    least = 2 * WARPS + window_of(without)
+    if slots < least:
+        raise ValueError(
+            f"a chain needs a ring of {least} chunks of {without.chunk} bytes "
+            f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
+        )
+    return Chain(name, deep, slots, a_bytes, pairs, loads, biased)
+
+
+def window_of(how: Chain) -> int:
+    """Chunks under way at a time."""
+    return ceil_div(H200_UNDER_WAY, how.chunk * PRODUCERS) * PRODUCERS
+
+
+def numbers_of_pairs(width: int, hidden: int, n_qkv: int) -> tuple[int, int, int, int]:
+    return width // ROWS, hidden // TILE_ROWS, width // ROWS, n_qkv // ROWS
+
+
+def supports(
+    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int
+) -> bool:
+    """Whether there is a chain for such a layer, and blocks get shares that are about equal."""
+    try:
+        how = chain_of(name, width, hidden, k_out, n_qkv, biased, blocks)
+    except ValueError:
+        return False
+    numbers = numbers_of_pairs(width, hidden, n_qkv)
+    return all(n >= EVEN * blocks * most for n, most in zip(numbers[:3], how.pairs, strict=False))
 
 
 def launch(
-    how: Chain, weights: Any, scales: Any, bias: Any, norms: Any, a: Any, h: Any, before: Any,
-    x_hidden: Any, gates: Any, x_next: Any, squares: Any, left: Any, y: Any, epsilon: float,
-    blocks: int, window: int = H200_WINDOW,
+    name: str, weights: Any, scales: Any, norms: Any, place: Any, y: Any, bias: Any, epsilon: float,
+    blocks: int, window: int | None = None,
 ) -> Launch:  # fmt: skip
+    """h += a @ W_out^T; g = silu(gate) * up of its norm; h += g @ W_down^T; y = the norm of that
+    @ W_qkv^T (+ bias). All arrays have one dimension.
+
+    name    : storage format of all weights.
+    weights, scales : of out, gates and ups, down, qkv: packed by `qformats.repack.tiles`, rows of
+              gates before as many of ups.
+    norms   : float32 [width], weights of the norm before gates and of that before qkv.
+    place   : a, float16 [K]. h, float32 [width]. before, float32 [1 + any]: what the norm before
+              `a` has left, see `steps.kernels.between.deferred_norm`. And where blocks show each
+              other what they have, full of `NOTHING`: float16 [width] x before gates, [hidden] g,
+              [width] x before qkv; float32 [width / 32] sums of h^2 before gates; float32
+              [1 + width / 32] what the norm before qkv leaves.
+    y       : float16 [N]; None behind the last layer: then there is no product behind the norm.
+    bias    : float32 [N], or None.
+    blocks  : SMs of the GPU. window: chunks under way in a block, a multiple of `PRODUCERS`.
+    ValueError as of `chain_of`.
+    """
+    a, h, before, _, gates, x_next, _, _ = place
     n_qkv = 0 if y is None else y.size
-    sizes = h.size, gates.size, a.size, n_qkv, window
+    how = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks)
+    if before.size - 1 > 32 * how.loads:
+        raise ValueError(
+            f"the norm before has left {before.size - 1} sums, and a chain of {blocks} blocks adds "
+            f"up {32 * how.loads}"
+        )
+    sizes = tuple(map(np.int32, (h.size, gates.size, a.size, n_qkv, window or window_of(how))))
     args = (
-        *weights, *scales, bias if how.biased else scales[0], *norms, a, h, before, x_hidden,
-        gates, x_next, squares, left, x_next if y is None else y,
-        tuple(map(np.int32, sizes)), np.float32(epsilon),
+        *weights, *scales, scales[0] if bias is None else bias, *norms, *place,
+        x_next if y is None else y, sizes, np.float32(epsilon),
     )  # fmt: skip
     return Launch(kernel(how), (blocks,), (THREADS,), args, how.shared, overlap=True)
+
+
+@cache
+def runs_here() -> bool:
+    """Whether this GPU runs chains: Hopper, and not shared with other processes by MPS, whose
+    launches could keep some of the blocks out for ever."""
+    if why_no_gpu():
+        return False
+    device = cuda.get_current_device()
+    return tuple(device.compute_capability) == (9, 0) and not device.MPS_ENABLED
