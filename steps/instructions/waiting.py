@@ -1,18 +1,20 @@
-"""What a block needs that waits for other blocks: bounded waits, and small relaxed accesses.
+"""What a kernel needs whose blocks wait for each other, beside relaxed loads and stores
+(`steps.instructions.memory`): bounded waits for copies, and accesses of 2 and 4 bytes.
 
-Such a launch needs all of its blocks on the GPU at once. Where something keeps one of them out the
-others would wait for ever; these waits end the launch after some seconds instead (`trap`, which
-CUDA reports as "unspecified launch failure").
+Such a launch needs all of its blocks on the GPU at once. Where something keeps one of them out, the
+others would wait for ever.
 """
+
+import struct
+from typing import Final
 
 from numba.cuda.types import int32, uint16, uint32
 
 from steps.instructions.define import GLOBAL, SHARED, ptx
-from steps.simulator.errors import SimulatorError
 from steps.simulator.scheduler import now
 
-PATIENCE = 4_000_000_000
-"""Nanoseconds: of a wait at most."""
+PATIENCE: Final = 4_000_000_000
+"""Nanoseconds of a wait at most."""
 
 
 @ptx(
@@ -25,10 +27,10 @@ PATIENCE = 4_000_000_000
     takes=(SHARED, uint32),
     scope="lane",
     memory=True,
-    only="sm_90a",
+    min_cc=(9, 0),
 )
 def mbarrier_wait_bounded(lane, barrier, bi, parity):
-    """`mbarrier_wait` for `PATIENCE` at most."""
+    """`mbarrier_wait` for `PATIENCE` at most: then the launch ends with an error (`trap`)."""
     now().wait_for_phase(lane.block.memory.barrier(lane, barrier, bi), parity)
 
 
@@ -37,12 +39,6 @@ def thread_index(lane):
     """`cuda.threadIdx.x`, read anew: the compiler keeps no register for it from one use to the
     next. S2R."""
     return lane.index
-
-
-@ptx("trap;", scope="lane", memory=True)
-def give_up(lane):
-    """End the launch with an error. BPT.TRAP."""
-    raise SimulatorError("a thread has given up waiting for another block")
 
 
 @ptx(
@@ -54,20 +50,10 @@ def give_up(lane):
 )
 def load_u32_relaxed(lane, array, index):
     """4 bytes at array[index] as they are in the L2 now. LDG.E.STRONG.GPU."""
-    at = array.locate(index, 4)
-    now().pause()
-    return int.from_bytes(array.bytes[at : at + 4], "little")
-
-
-@ptx("st.relaxed.gpu.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
-def store_u32_relaxed(lane, array, index, value):
-    """4 bytes to array[index], for relaxed loads of other blocks. STG.E.STRONG.GPU."""
-    at = array.locate(index, 4)
-    array.bytes[at : at + 4] = int(value).to_bytes(4, "little")
+    return struct.unpack_from("<I", array.bytes, array.locate_relaxed(index, 4))[0]
 
 
 @ptx("st.relaxed.gpu.global.u16 [$0], $1;", takes=(GLOBAL, uint16), scope="lane", memory=True)
 def store_u16_relaxed(lane, array, index, value):
     """2 bytes to array[index], for relaxed loads of other blocks. STG.E.U16.STRONG.GPU."""
-    at = array.locate(index, 2)
-    array.bytes[at : at + 2] = int(value).to_bytes(2, "little")
+    array.store_relaxed(index, struct.pack("<H", value))

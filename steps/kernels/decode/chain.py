@@ -68,15 +68,15 @@ from steps.instructions import (
     store_f32,
     store_u16,
     store_u32,
+    store_u32_relaxed,
     store_u32x4,
+    trap,
 )
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.instructions.waiting import (
-    give_up,
     load_u32_relaxed,
     mbarrier_wait_bounded,
     store_u16_relaxed,
-    store_u32_relaxed,
     thread_index,
 )
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
@@ -209,7 +209,7 @@ def poll(array, at):
         x = load_u64x2_relaxed(array, at)
         polls = int32(polls + 1)
         if polls > int32(POLLS):
-            give_up()
+            trap()
     return x
 
 
@@ -354,7 +354,7 @@ def kernel(how: Chain) -> Any:
                     x = load_u32_relaxed(squares, int32(first + 32 * i + lane))
                     polls = int32(polls + 1)
                     if polls > int32(POLLS):
-                        give_up()
+                        trap()
                 total += as_float(x)
         for i in range(5):
             total += shfl_xor(total, 1 << i)
