@@ -67,7 +67,7 @@ class Launch:
     Python scalars, in the order of the kernel's parameters. `overlap`: it may begin while the
     launch before it still runs (programmatic dependent launch, compute capability 9.0 and later);
     the kernel itself calls `griddepcontrol_wait` before it reads what that launch wrote, or writes
-    what it reads.
+    what it reads. `together`: its thread blocks wait for each other, so all must run at once.
     """
 
     kernel: Any
@@ -76,6 +76,7 @@ class Launch:
     args: tuple[Any, ...]
     shared_bytes: int = 0
     overlap: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

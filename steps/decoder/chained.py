@@ -140,7 +140,7 @@ class Chains:
         return [*found.values()], around
 
 
-def _sizes(layer: Layer, qkv: Any) -> tuple[Any, ...]:
+def _sizes(layer: Layer, qkv: Any) -> tuple[str, int, int, int, int, bool]:
     """As `steps.kernels.decode.chain.chain_of` takes them."""
     name = storage_format(FORMATS[layer.out.format]).name
     n_qkv, biased = (0, False) if qkv is None else (qkv.n, qkv.bias is not None)

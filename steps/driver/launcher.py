@@ -171,7 +171,7 @@ def load(source: Launch) -> Loaded:
     error, function = driver.cuKernelGetFunction(kernel.handle)
     _must(error, f"loading {source.kernel.__name__}")
     _allow_shared(code, kernel, source)
-    config = _config(source, code.cooperative)
+    config = _config(source, code.cooperative or source.together)
     arguments = parameters(signature, source.args)
     return Loaded(source, kernel, int(function), config, arguments)
 

@@ -11,6 +11,7 @@ Both kinds have the methods of `steps.contract.Machine`, `synchronize`, and `on(
 from __future__ import annotations
 
 from copy import copy
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class Simulator:
             launch.args,
             order=self.order,
             shared_bytes=launch.shared_bytes,
+            resident=prod(launch.grid) if launch.together else 1,
             banks=self.banks,
             stream=self.launches,
             overlap=launch.overlap,

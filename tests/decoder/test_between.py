@@ -18,7 +18,7 @@ from qformats import WEIGHT_FORMATS
 from results.measure.models import one_gpu as bench
 from steps.compile.compiler import signature_of
 from steps.compile.dry_run import OfArrays
-from steps.decoder import deferred, files, operations
+from steps.decoder import chained, deferred, files, operations
 from steps.decoder import kernel_operations as between
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
@@ -30,7 +30,7 @@ from steps.decoder.model import (
     torch_products,
 )
 from steps.driver.machines import Simulator
-from steps.kernels.decode import bulk, tiles
+from steps.kernels.decode import bulk, chain, tiles
 from steps.nn import operator as torch_operator
 from steps.product.choice import Choice, Request
 
@@ -205,6 +205,71 @@ def test_kernels_around_deferred_norms_are_compiled_ahead(
     assert len(ahead) == 5, "those before a norm are alike here"
     (qkv,) = [one for one in asked if not isinstance(one, OfArrays)]
     assert qkv == model.layers[0].qkv.choice(2)
+
+
+@pytest.fixture
+def chained_layers(by_step_18: Any, monkeypatch: Any) -> Any:
+    """A GPU of two SMs, where chains run."""
+    for module in (tiles, chained):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(chain, "runs_here", lambda: True)
+    monkeypatch.setattr(chain, "launch", partial(chain.launch, warps=4))  # the simulator is slow
+    return by_step_18
+
+
+SIZES_OF_CHAINS = LLAMA | {"embedding_length": 128, "feed_forward_length": 128, "block_count": 2}
+
+
+def test_chains_in_a_decoder(chained_layers: Any, tmp_path: Any) -> None:
+    """Two tokens, one after the other, as without chains. Where a product is none of step 18's,
+    there are none."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q8_0", architecture="qwen2", **SIZES_OF_CHAINS)
+    do, found = between.Kernels().operations(), []
+    for one in (do, do._replace(chains=None)):
+        model = files.load(path, step_products("cpu"), operations=one)
+        cache = model.cache(1, 4)
+        chained_layers.launched.clear()
+        found.append([model.step(torch.tensor([token]), cache) for token in (3, 5)])
+        names = [name for name, *_ in chained_layers.launched if name != "embedding"]
+        if one is do:
+            of_layers = ["attention", "chain"] * 2
+            assert names == ["add_and_norm", "decode_bulk", *of_layers, "decode_bulk"] * 2
+        else:
+            assert "chain" not in names
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=4e-3 * float(theirs.std()), rtol=0)
+    assert do.chains.takes(model.layers)
+    model.layers[1].down = NotAlone(model.layers[1].down)
+    assert not do.chains.takes(model.layers)
+
+
+def test_chains_are_compiled_ahead(chained_layers: Any, monkeypatch: Any, tmp_path: Any) -> None:
+    """All that a token launches, and of products the first alone."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q8_0", **SIZES_OF_CHAINS)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
+    )
+    kernels_between = between.Kernels()
+    model = files.load(path, step_products("cpu"), operations=kernels_between.operations())
+    model.compile_ahead([("exact", 1)], 2)
+    made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
+    chained_layers.runs = False
+    model.step(torch.tensor([3]), model.cache(1, 4))
+    loaded = [
+        one.source
+        for (make, *_), launch in kernels_between._prepared.items()
+        for one in launch.args[0].loaded
+        if make.__module__ in (deferred.__name__, chained.__name__)
+    ]
+    ahead, later = (
+        {(one.kernel, signature_of(one.args)) for one in launches}
+        for launches in ([one.launches()[0] for one in made], loaded)
+    )
+    assert ahead == later
+    assert len(ahead) == 4, "a norm, two chains and logits"
+    (qkv,) = [one for one in asked if not isinstance(one, OfArrays)]
+    assert qkv == model.layers[0].qkv.choice(1)
 
 
 class NotAlone(torch.nn.Module):  # type: ignore[misc, name-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,9 @@ class OnTheHost(FakeGpu):
         args = tuple(self.argument(given, values) for given in launch.args)
         self.launched.append((launch.kernel.__name__, stream_in(config), ()))
         if self.runs:
-            shared = launch.shared_bytes
-            simulate(launch.kernel, launch.grid, launch.block, args, shared_bytes=shared)
+            resident = prod(launch.grid) if launch.together else 1
+            rest = {"shared_bytes": launch.shared_bytes, "resident": resident}
+            simulate(launch.kernel, launch.grid, launch.block, args, **rest)
         return 0
 
     runs = True

@@ -90,7 +90,6 @@ WARPS: Final = 16
 """That multiply. A warpgroup more has the producers."""
 PRODUCERS: Final = 4
 """Lanes that issue copies, one on each scheduler: one alone is too slow beside 16 warps."""
-THREADS: Final = 32 * (WARPS + 4)
 ROWS: Final = PAIR * TILE_ROWS
 """Of a pair of row tiles."""
 H200_UNDER_WAY: Final = 8 * 4608
@@ -116,6 +115,7 @@ class Chain:
     """What a kernel is compiled for.
 
     format : storage format of all products
+    warps  : that multiply
     deep   : K tiles of a chunk
     slots  : of the ring
     a_bytes: of the longest A
@@ -125,12 +125,17 @@ class Chain:
     """
 
     format: str
+    warps: int
     deep: int
     slots: int
     a_bytes: int
-    pairs: tuple[int, int, int, int]
+    pairs: tuple[int, ...]
     loads: int
     biased: bool
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 4)
 
     @property
     def pair_bytes(self) -> int:
@@ -152,7 +157,7 @@ class Chain:
     def bars_at(self) -> int:
         """Sums of products 0 and 2, then those of 1 and 3."""
         even, odd = max(self.pairs[::2]), max(self.pairs[1::2])
-        return self.sums_at + WARPS * 4 * ROWS * (even + odd)
+        return self.sums_at + self.warps * 4 * ROWS * (even + odd)
 
     @property
     def rows_at(self) -> int:
@@ -237,7 +242,13 @@ def share(pairs, last):
 
 @cache
 def kernel(how: Chain) -> Any:
-    deep, slots, chunk, pair_bytes = how.deep, how.slots, how.chunk, how.pair_bytes
+    warps, deep, slots, chunk, pair_bytes = (
+        how.warps,
+        how.deep,
+        how.slots,
+        how.chunk,
+        how.pair_bytes,
+    )
     a_at, sums_at, bars_at, rows_at = how.a_at, how.sums_at, how.bars_at, how.rows_at
     bias_at, h_at, weights_at = how.bias_at, how.h_at, how.weights_at
     squares_at, norms_at, table_at = how.squares_at, how.norms_at, how.table_at
@@ -245,8 +256,8 @@ def kernel(how: Chain) -> Any:
     of_pair, of_chunk = 4 * ROWS, deep * TILE_K  # bytes of sums; K
     lanes_of_a = of_chunk // 8
     even_bytes, odd_bytes = of_pair * max(how.pairs[::2]), of_pair * max(how.pairs[1::2])
-    odd_at = sums_at + WARPS * even_bytes
-    more_parts = ceil_div(how.a_bytes // 2 // of_chunk, WARPS)
+    odd_at = sums_at + warps * even_bytes
+    more_parts = ceil_div(how.a_bytes // 2 // of_chunk, warps)
     product = product_a16(how.format, "float16", 1)
     places, multiply, scale = product.places, product.multiply, product.scale
     tile_bytes = tile_format(how.format).tile_bytes
@@ -372,7 +383,7 @@ def kernel(how: Chain) -> Any:
         r = load_f32(smem, norms_at + 4) * float32(ROOM)
         return r if p == 2 else load_f32(smem, norms_at + 8) * reciprocal(r)
 
-    @cuda.jit(launch_bounds=(THREADS, 1))
+    @cuda.jit(launch_bounds=(how.threads, 1))
     def chain(
         w_out, w_gates, w_down, w_qkv, scales_out, scales_gates, scales_down, scales_qkv, bias,
         weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
@@ -394,17 +405,17 @@ def kernel(how: Chain) -> Any:
             write_table(smem, int32(2), int32(uint32(width) // uint32(ROWS)), False, hidden)
         elif t == 96:
             write_table(smem, int32(3), int32(uint32(n_qkv) // uint32(ROWS)), True, width)
-        elif t == 32 * WARPS:
+        elif t == 32 * warps:
             for i in range(2 * slots):
                 mbarrier_init(smem, bars_at + 8 * i, 1)
             fence_mbarrier_init()
         cuda.syncthreads()
 
-        if warp >= WARPS:
+        if warp >= warps:
             # --- the producers
             fewer()
             if lane == 0:
-                own = int32(warp - WARPS)
+                own = int32(warp - warps)
                 produce(smem, w_out, w_gates, w_down, w_qkv, products, window, own)
         else:
             # --- the warps that multiply
@@ -455,10 +466,10 @@ def kernel(how: Chain) -> Any:
                         if warp < chunks:
                             put(smem, to, poll(source, k))
                         for i in range(1, more_parts):
-                            if warp + WARPS * i < chunks:
-                                ahead = of_chunk * WARPS * i
+                            if warp + warps * i < chunks:
+                                ahead = of_chunk * warps * i
                                 cp_async_16(smem, to + 2 * ahead, source, k + ahead)
-                if warp == WARPS - 1:
+                if warp == warps - 1:
                     if p == 0:
                         copy_squares(smem, before, 1, int32(before.size - 1), lane)
                     elif p == 1:
@@ -478,7 +489,7 @@ def kernel(how: Chain) -> Any:
                     while c < chunks:
                         slot, turn = slot_of(int32(index + pair * chunks + c))
                         mbarrier_wait_bounded(smem, bars_at + 8 * slot, turn)
-                        if pair == 0 and c >= WARPS:
+                        if pair == 0 and c >= warps:
                             wait_all()
                             k = int32(of_chunk * c + 8 * lane)
                             if lane < lanes_of_a:
@@ -507,7 +518,7 @@ def kernel(how: Chain) -> Any:
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(smem, empty_at + 8 * slot)
-                        c = int32(c + WARPS)
+                        c = int32(c + warps)
                     if lane & 3 == 0:
                         to = int32(sums_at + warp * even_bytes + of_pair * pair + lane)
                         if p & 1:
@@ -520,7 +531,7 @@ def kernel(how: Chain) -> Any:
                 index = int32(index + pairs * chunks)
 
                 # --- the norm, by one warp, for all
-                if warp == WARPS - 1 and p != 2:
+                if warp == warps - 1 and p != 2:
                     wait_all()
                     mean_of = reciprocal(float32(width))
                     at, r = norms_at, float32(0)
@@ -538,7 +549,7 @@ def kernel(how: Chain) -> Any:
                         store_f32(smem, at, r)
 
                 # --- the sums of all warps
-                barrier_sync(1, 32 * WARPS)
+                barrier_sync(1, 32 * warps)
                 t = thread_index()
                 lane, warp = int32(t & 31), int32(t >> 5)
                 if warp < pairs:
@@ -546,7 +557,7 @@ def kernel(how: Chain) -> Any:
                     at, step = int32(sums_at + place), int32(even_bytes)
                     if p & 1:
                         at, step = int32(odd_at + place), int32(odd_bytes)
-                    for i in range(WARPS):
+                    for i in range(warps):
                         total += load_f32(smem, at + step * i)
                     wait_all()
                     total *= load_f32(smem, rows_at + place) * float32(scale)
@@ -588,8 +599,9 @@ def kernel(how: Chain) -> Any:
 
 
 def chain_of(
-    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int
-) -> Chain:
+    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int,
+    warps: int = WARPS,
+) -> Chain:  # fmt: skip
     """What is compiled for a layer in a storage format, on a GPU of so many SMs. n_qkv: features of
     the next layer's queries, keys and values, 0 behind the last.
 
@@ -609,23 +621,23 @@ def chain_of(
         )
     numbers = numbers_of_pairs(width, hidden, n_qkv)
     pairs = tuple(ceil_div(n, blocks) for n in numbers)
-    if max(pairs) > WARPS:
+    if max(pairs) > warps:
         raise ValueError(
-            f"a block of a chain has up to {WARPS} pairs of row tiles of a product, not "
+            f"a block of a chain has up to {warps} pairs of row tiles of a product, not "
             f"{max(pairs)}"
         )
     a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(max(numbers[0], blocks), 32)
-    without = Chain(name, deep, 0, a_bytes, pairs, loads, biased)
+    without = Chain(name, warps, deep, 0, a_bytes, pairs, loads, biased)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
     # chunk whose slot that is must have landed by then, or it takes the old one for the new.
-    least = 2 * WARPS + window_of(without)
+    least = 2 * warps + window_of(without)
     if slots < least:
         raise ValueError(
             f"a chain needs a ring of {least} chunks of {without.chunk} bytes "
             f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
         )
-    return Chain(name, deep, slots, a_bytes, pairs, loads, biased)
+    return Chain(name, warps, deep, slots, a_bytes, pairs, loads, biased)
 
 
 def window_of(how: Chain) -> int:
@@ -651,7 +663,7 @@ def supports(
 
 def launch(
     name: str, weights: Any, scales: Any, norms: Any, place: Any, y: Any, bias: Any, epsilon: float,
-    blocks: int, window: int | None = None,
+    blocks: int, window: int | None = None, warps: int = WARPS,
 ) -> Launch:  # fmt: skip
     """h += a @ W_out^T; g = silu(gate) * up of its norm; h += g @ W_down^T; y = the norm of that
     @ W_qkv^T (+ bias). All arrays have one dimension.
@@ -672,7 +684,7 @@ def launch(
     """
     a, h, before, _, gates, x_next, _, _ = place
     n_qkv = 0 if y is None else y.size
-    how = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks)
+    how = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks, warps)
     if before.size - 1 > 32 * how.loads:
         raise ValueError(
             f"the norm before has left {before.size - 1} sums, and a chain of {blocks} blocks adds "
@@ -683,7 +695,7 @@ def launch(
         *weights, *scales, scales[0] if bias is None else bias, *norms, *place,
         x_next if y is None else y, sizes, np.float32(epsilon),
     )  # fmt: skip
-    return Launch(kernel(how), (blocks,), (THREADS,), args, how.shared, overlap=True)
+    return Launch(kernel(how), (blocks,), (how.threads,), args, how.shared, True, together=True)
 
 
 @cache

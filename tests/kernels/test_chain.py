@@ -1,0 +1,146 @@
+"""The products of a layer in one launch, against float64: in the simulator, where some blocks
+wait for each other. On a GPU the decoder's tests run it with shapes of Llama 3 8B."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS, dequantize, quantize
+from qformats.repack import tiles
+from qformats.storage import storage_format
+from reference import nmse
+from steps.contract import Launch
+from steps.driver.machines import Simulator
+from steps.kernels.decode import chain
+from steps.simulator.errors import Deadlock
+
+EPSILON = 1e-5
+
+
+class Layer:
+    """A layer's weights and inputs, and where blocks show each other what they have."""
+
+    def __init__(
+        self, name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool
+    ) -> None:
+        rng = np.random.default_rng(1)
+        self.name, self.machine = name, Simulator()
+        self.w, packed = [], []
+        sizes = (width, k_out), (2 * hidden, width), (width, hidden), (n_qkv or 32, width)
+        for n, k in sizes:
+            blocks = quantize((rng.standard_normal((n, k)) / k**0.5).astype(np.float32), name)
+            self.w.append(dequantize(blocks).astype(np.float64))
+            packed.append(tiles(blocks))
+        self.weights = [np.ascontiguousarray(one).view(np.uint8).reshape(-1) for one, _ in packed]
+        self.scales = [scales.reshape(-1) for _, scales in packed]
+        self.norms = [rng.uniform(0.5, 1.5, width).astype(np.float32) for _ in range(2)]
+        self.a = rng.standard_normal(k_out).astype(np.float16)
+        self.h0 = 3 * rng.standard_normal(width).astype(np.float32)
+        before = (rng.standard_normal(width).reshape(-1, 32) ** 2).sum(1)
+        self.before = np.concatenate([[0], before]).astype(np.float32)
+        self.bias = rng.standard_normal(n_qkv).astype(np.float32) if biased else None
+        self.sizes = width, hidden, n_qkv
+        self.empty()
+
+    def empty(self) -> None:
+        width, hidden, n_qkv = self.sizes
+        self.h = self.h0.copy()
+        self.x, self.gates, self.x_next = (
+            np.full(n, chain.NOTHING, np.uint16).view(np.float16) for n in (width, hidden, width)
+        )
+        parts = width // chain.ROWS
+        self.squares, self.left = (
+            np.full(n, 0xFFFFFFFF, np.uint32).view(np.float32) for n in (parts, 1 + parts)
+        )
+        self.y = np.zeros(n_qkv, np.float16) if n_qkv else None
+
+    def launch(self, blocks: int, warps: int) -> Launch:
+        place = (
+            self.a, self.h, self.before, self.x, self.gates, self.x_next, self.squares, self.left
+        )  # fmt: skip
+        name, rest = storage_format(FORMATS[self.name]).name, (EPSILON, blocks)
+        operands = self.weights, self.scales, self.norms, place, self.y, self.bias
+        return chain.launch(name, *operands, *rest, warps=warps)
+
+    def check(self) -> None:
+        """Outputs are float16 sums of float16 inputs; errors of one product go into the next."""
+
+        def normed(h: np.ndarray, weight: np.ndarray) -> np.ndarray:
+            return h / np.sqrt((h**2).mean() + EPSILON) * weight
+
+        out, gate_up, down, qkv = self.w
+        h = self.h0 + out @ self.a.astype(np.float64)
+        gate, up = np.split(gate_up @ normed(h, self.norms[0]), 2)
+        gates = gate / (1 + np.exp(-gate)) * up
+        h += down @ gates
+        x = normed(h, self.norms[1])
+        assert nmse(self.gates, gates) < 1e-6
+        assert nmse(self.h, h) < 1e-6
+        s, *squares = self.left.astype(np.float64)
+        r = 1 / np.sqrt(sum(squares) / len(h) + EPSILON)
+        assert nmse(self.x_next.astype(np.float64) / s * r, x) < 1e-6
+        if self.y is not None:
+            y = qkv @ x + (0 if self.bias is None else self.bias)
+            assert nmse(self.y, y) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "biased", "blocks", "warps", "order"),
+    [
+        ("q4_0", (256, 256, 256, 128), False, 2, 16, 0),  # two K tiles a chunk
+        ("q8_0", (128, 640, 128, 96), True, 10, 4, -1),  # a warp has two parts of a row
+        ("q5_1", (256, 128, 512, 0), False, 3, 8, 5),  # the last layer; the first part is longer
+    ],
+)
+def test_products_of_a_layer(
+    name: str, sizes: tuple[int, ...], biased: bool, blocks: int, warps: int, order: int
+) -> None:
+    layer = Layer(name, *sizes, biased)
+    layer.machine.order = order
+    layer.machine.run(layer.launch(blocks, warps))
+    layer.check()
+
+
+def test_blocks_that_are_not_there_are_missed() -> None:
+    layer = Layer("q8_0", 128, 128, 128, 0, False)
+    alone = replace(layer.launch(2, 4), together=False)
+    with pytest.raises(Deadlock, match="must all run at once"):
+        layer.machine.run(alone)
+
+
+def test_memory_of_the_launch_before_waits() -> None:
+    """What that one stores is not read before the wait."""
+    layer = Layer("q8_0", 128, 128, 128, 0, False)
+    layer.machine.follow(layer.a)
+    layer.machine.follow(layer.h)
+    layer.machine.run(layer.launch(2, 4))
+    layer.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"width": 4112}, "multiples of 32 features and of 128 hidden ones"),
+        ({"hidden": 14352}, "multiples of 32 features and of 128 hidden ones"),
+        ({"k_out": 4224}, "takes K in multiples of 256, not 4224"),
+        ({"blocks": 32}, "up to 16 pairs of row tiles of a product, not 28"),
+        ({"hidden": 49152, "blocks": 256}, "a chain needs a ring of 40 chunks of 4608 bytes"),
+    ],
+)
+def test_layers_that_have_no_chain(change: dict[str, Any], said: str) -> None:
+    llama = {"width": 4096, "hidden": 14336, "k_out": 4096, "n_qkv": 6144, "blocks": 132}
+    assert chain.supports("q4_0", **llama, biased=False)
+    with pytest.raises(ValueError, match=said):
+        chain.chain_of("q4_0", **llama | change, biased=False)
+    assert not chain.supports("q4_0", **llama | change, biased=False)
+
+
+def test_unequal_shares_are_refused() -> None:
+    """Of 2048 features 64 of 132 blocks would have a pair."""
+    sizes = {"width": 2048, "hidden": 8192, "k_out": 2048, "n_qkv": 3072, "biased": False}
+    assert chain.chain_of("q4_0", **sizes, blocks=132).pairs == (1, 4, 1, 1)
+    assert not chain.supports("q4_0", **sizes, blocks=132)
