@@ -354,19 +354,27 @@ def kernel(how: Chain) -> Any:
                 cp_async_4(smem, to, squares, int32(first + 32 * i + lane))
 
     @cuda.jit(device=True, forceinline=True)
-    def norm_of(smem, squares, first, parts, mean_of, epsilon, lane):
-        """r of a norm, of the sums of h^2 that `copy_squares` has brought; those that had not been
-        there are polled."""
-        total = float32(0)
+    def norm_of(smem, squares, first, parts, copied, mean_of, epsilon, lane):
+        """r of a norm, of sums of h^2 that `copy_squares` has brought, if `copied`. Those that had
+        not been there are polled, all of them at once: each trip to the L2 takes a microsecond."""
+        x, total = cuda.local.array(loads, uint32), float32(0)
         for i in range(loads):
+            x[i] = uint32(0)
             if lane + 32 * i < parts:
-                x, polls = load_u32(smem, squares_at + 128 * i + 4 * lane), int32(0)
-                while x == uint32(0xFFFFFFFF):
-                    x = load_u32_relaxed(squares, int32(first + 32 * i + lane))
-                    polls = int32(polls + 1)
-                    if polls > int32(POLLS):
-                        trap()
-                total += as_float(x)
+                x[i] = uint32(0xFFFFFFFF)
+                if copied:
+                    x[i] = load_u32(smem, squares_at + 128 * i + 4 * lane)
+        for i in range(loads):
+            if x[i] == uint32(0xFFFFFFFF):
+                x[i] = load_u32_relaxed(squares, int32(first + 32 * i + lane))
+        for i in range(loads):
+            polls = int32(0)
+            while x[i] == uint32(0xFFFFFFFF):
+                x[i] = load_u32_relaxed(squares, int32(first + 32 * i + lane))
+                polls = int32(polls + 1)
+                if polls > int32(POLLS):
+                    trap()
+            total += as_float(x[i])
         for i in range(5):
             total += shfl_xor(total, 1 << i)
         return rsqrt(total * mean_of + epsilon)
@@ -469,13 +477,8 @@ def kernel(how: Chain) -> Any:
                             if warp + warps * i < chunks:
                                 ahead = of_chunk * warps * i
                                 cp_async_16(smem, to + 2 * ahead, source, k + ahead)
-                if warp == warps - 1:
-                    if p == 0:
-                        copy_squares(smem, before, 1, int32(before.size - 1), lane)
-                    elif p == 1:
-                        copy_squares(smem, squares, 0, parts, lane)
-                    elif p == 3:
-                        copy_squares(smem, left, 1, parts, lane)
+                if warp == warps - 1 and p == 0:
+                    copy_squares(smem, before, 1, int32(before.size - 1), lane)
                 cp_async_commit()
                 cuda.syncwarp()
 
@@ -483,6 +486,9 @@ def kernel(how: Chain) -> Any:
                 t = thread_index()
                 lane, warp, pair = int32(t & 31), int32(t >> 5), int32(0)
                 while pair < pairs:
+                    if p == 1 and pair == 1 and warp == warps - 1:  # now they are there
+                        copy_squares(smem, squares, 0, parts, lane)
+                        cp_async_commit()
                     for r in range(8):
                         acc[r] = 0
                     c = warp
@@ -537,14 +543,13 @@ def kernel(how: Chain) -> Any:
                     at, r = norms_at, float32(0)
                     if p == 0:
                         n = int32(before.size - 1)
-                        r = norm_of(smem, before, 1, n, mean_of, epsilon, lane)
+                        r = norm_of(smem, before, 1, n, True, mean_of, epsilon, lane)
                     elif p == 1:
-                        at, r = (
-                            norms_at + 4,
-                            norm_of(smem, squares, 0, parts, mean_of, epsilon, lane),
-                        )
+                        at, early = norms_at + 4, pairs > 1
+                        r = norm_of(smem, squares, 0, parts, early, mean_of, epsilon, lane)
                     elif p == 3:
-                        at, r = norms_at + 8, norm_of(smem, left, 1, parts, mean_of, epsilon, lane)
+                        at = norms_at + 8
+                        r = norm_of(smem, left, 1, parts, False, mean_of, epsilon, lane)
                     if lane == 0:
                         store_f32(smem, at, r)
 
