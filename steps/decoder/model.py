@@ -11,7 +11,9 @@ reads. The operations are given to a `Decoder` (`steps.decoder.kernel_operations
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,6 +24,7 @@ from steps.compile import parallel_compile
 from steps.compile.dry_run import Recipe
 from steps.decoder import rotary
 from steps.decoder.operations import PLAIN, Operations
+from steps.decoder.turns import TURNS
 from steps.driver.machines import Gpu
 from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.parts.activations.layouts import GATED
@@ -573,7 +576,8 @@ class Decoder:
             first += some.shape[1]
         ends = self._ends()
         if ids.numel() == 1 and self._takes_chains():
-            logits = self._chained(parts[0], cache)
+            with TURNS.taken(self.device):
+                logits = self._chained(parts[0], cache)
             return logits[:, None] if every else logits
         for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
             for part in parts:
@@ -775,13 +779,16 @@ class CapturedGraph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
-        self._work, self._graph = work, torch.cuda.CUDAGraph()
+        self._work, self._graph, before = work, torch.cuda.CUDAGraph(), TURNS.captured
         # Of several GPUs: threads of NCCL may ask for events meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             work()
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._turn = partial(TURNS.taken, device) if TURNS.captured > before else nullcontext
 
     def replay(self) -> None:
-        self._graph.replay()
+        with self._turn():
+            self._graph.replay()
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from numba.cuda.types import int32, uint16, uint32
 from steps.instructions.define import GLOBAL, SHARED, ptx
 from steps.simulator.scheduler import now
 
-PATIENCE: Final = 4_000_000_000
+PATIENCE: Final = 20_000_000_000
 """Nanoseconds of a wait at most."""
 
 

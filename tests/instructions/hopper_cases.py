@@ -42,6 +42,7 @@ from steps.instructions import (
     zeros_i32,
 )
 from steps.instructions.tensor_core import A_ROW, A_WORD
+from steps.instructions.waiting import mbarrier_wait_bounded
 from tests.instructions.instruction_cases import Case
 
 wait_for_all = wgmma_wait(0)
@@ -251,7 +252,7 @@ def ring_kernel(source, out):
         x0 = x1 = x2 = x3 = uint32(0)
         for i in range(CHUNKS):
             s = i & 1
-            mbarrier_wait(full, s, i >> 1 & 1)
+            mbarrier_wait_bounded(full, s, i >> 1 & 1)
             x = load_u32x4(stage, CHUNK * s + 16 * t)
             times = uint32(i + 1)
             x0, x1 = uint32(x0 + times * x[0]), uint32(x1 + times * x[1])

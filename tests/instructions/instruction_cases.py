@@ -71,6 +71,7 @@ from steps.instructions import (
     trap,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
+from steps.instructions.waiting import load_u32_relaxed, store_u16_relaxed, thread_index
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,17 @@ def relaxed_words_kernel(source, out):
 
 def relaxed_words_expected(source):
     return (np.ascontiguousarray(source.reshape(-1, 4)[:, ::-1]).reshape(-1),)
+
+
+@cuda.jit
+def relaxed_small_kernel(source, out):
+    """The lower half of each word."""
+    t = thread_index()
+    store_u16_relaxed(out, t, uint16(load_u32_relaxed(source, t)))
+
+
+def relaxed_small_expected(source):
+    return (source.astype(np.uint16),)
 
 
 @cuda.jit
@@ -921,6 +933,14 @@ CASES = (
         lambda rng: (words(rng, 128),),
         relaxed_expected,
         contains=("LDG.E.128.STRONG.GPU", "STG.E.64.STRONG.GPU"),
+    ),
+    Case(
+        "relaxed_small",
+        relaxed_small_kernel,
+        lambda rng: (words(rng, 64),),
+        relaxed_small_expected,
+        block=64,
+        contains=("LDG.E.STRONG.GPU", "STG.E.U16.STRONG.GPU"),
     ),
     Case(
         "relaxed_words",

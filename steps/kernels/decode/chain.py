@@ -99,8 +99,8 @@ DEEP: Final = 2
 MOST_CHUNK: Final = 4608
 EVEN: Final = 0.9
 """Of the largest share of a product the average one must be."""
-POLLS: Final = 1 << 22
-"""Of a value at most: some seconds."""
+POLLS: Final = 1 << 25
+"""Of a value at most: about half a minute."""
 NOTHING: Final = 0xFFFF
 """Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
 at first."""
