@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,9 @@ from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import (
     Concatenated,
+    Decoder,
     Embedding,
+    Greedy,
     generate,
     step_products,
     torch_products,
@@ -421,6 +424,55 @@ def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int)
         graph.replay()
         assert torch.equal(captured, found)
         assert torch.equal(again, mine)
+
+
+def drawn_llama(name: str, layers: int, device: Any) -> Decoder:
+    """Shapes of Llama 3 8B, random weights."""
+    config = replace(bench.LLAMA_3_8B, layers=layers, vocabulary=4096)
+    do, drawn = between.Kernels().operations(), bench.Weights(config, name, device, "exact")
+    table = bench.random_blocks(name, config.vocabulary, config.width, drawn.rng)
+    rows = Embedding.of(table, device, torch.float32, do.embedding_rows)
+    output = drawn.last.product(config.vocabulary, 0, True)
+    return drawn.decoder(rows, do, lambda _, one, n, i: one.product(n, i), output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+def test_chains_on_a_gpu(cuda: Any, monkeypatch: Any, name: str) -> None:
+    """Beside deferred norms, and then of two sequences, whose tokens are queued on two streams at
+    once as CUDA graphs: the same tokens as one after the other."""
+    monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
+    model = drawn_llama(name, 3, cuda)
+    if not model.operations.chains.takes(model.layers):
+        pytest.skip("this GPU has no chains")
+    found = []
+    for one in (model.operations, model.operations._replace(chains=None)):
+        model.operations = one
+        cache = model.cache(1, 8)
+        found.append([model.step(torch.tensor([i], device=cuda), cache).clone() for i in (3, 5, 7)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=4e-3 * float(theirs.std()), rtol=0)
+
+    model.operations = model.operations._replace(chains=between.Kernels().operations().chains)
+    streams, of = [torch.cuda.Stream() for _ in range(2)], []
+    for i, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            of.append(Greedy(model, model.cache(1, 256), torch.tensor([i], device=cuda)))
+            of[-1].capture()
+    kept = []
+    for turns in ([0] * 200 + [1] * 200, [0, 1] * 200):
+        torch.cuda.synchronize()
+        for i, steps in enumerate(of):
+            steps.cache.position.zero_()
+            steps.token.fill_(i)
+        torch.cuda.synchronize()
+        for i in turns:
+            with torch.cuda.stream(streams[i]):
+                of[i].run()
+        torch.cuda.synchronize()
+        kept.append([steps.tokens.clone() for steps in of])
+    for alone, at_once in zip(*kept, strict=True):
+        assert torch.equal(alone, at_once)
 
 
 @pytest.mark.gpu
