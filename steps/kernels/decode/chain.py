@@ -280,38 +280,28 @@ def kernel(how: Chain) -> Any:
         turn = uint32(index) // uint32(slots)
         return int32(uint32(index) - turn * uint32(slots)), int32(turn & uint32(1))
 
-    @cuda.jit(device=True, forceinline=True)
-    def copy_pair(smem, to, w, tile, k_tile, k_tiles, bar):
-        """A chunk of two row tiles that lie side by side."""
-        at = int64(tile_index(tile, k_tile, k_tiles)) * tile_bytes
-        for i in range(deep):
-            place = at + i * (TILE_GROUP * tile_bytes)
-            bulk_copy(smem, to + i * pair_bytes, w, place, pair_bytes, smem, bar)
+    def streamed(gated):
+        """stream(smem, w, p, window, own, state) -> state: one lane copies its chunks of a product,
+        every `PRODUCERS`-th of the block's. gated: a pair is a row tile of gates and the same one
+        of ups, half of the matrix apart; else two that lie side by side.
 
-    @cuda.jit(device=True, forceinline=True)
-    def copy_gated(smem, to, w, tile, k_tile, k_tiles, bar):
-        """A chunk of a row tile of gates and the same one of ups, half of the matrix apart."""
-        at, half = int64(tile_index(tile, k_tile, k_tiles)) * tile_bytes, int64(w.size) >> 1
-        for i in range(deep):
-            place = at + i * (TILE_GROUP * tile_bytes)
-            bulk_copy(smem, to + i * pair_bytes, w, place, tile_bytes, smem, bar)
-            into = to + i * pair_bytes + tile_bytes
-            bulk_copy(smem, into, w, half + place, tile_bytes, smem, bar)
+        state: (the next chunk, where the product begins; its slot, and the parity of the wait for
+        it; the slot of the chunk `window` before, likewise)."""
+        pieces, piece = (2, tile_bytes) if gated else (1, pair_bytes)
 
-    @cuda.jit(device=True, forceinline=True)
-    def produce(smem, w_out, w_gates, w_down, w_qkv, products, window, own):
-        """One lane: every `PRODUCERS`-th chunk, from chunk `own` on."""
-        slot, turn, landed, landed_turn = own, int32(1), own, int32(0)
-        index, begin, p = own, int32(0), int32(0)
-        while p < products:
-            pairs, first = entry(smem, p, 0), entry(smem, p, 1)
+        @cuda.jit(device=True, forceinline=True)
+        def stream(smem, w, p, window, own, state):
+            index, begin, slot, turn, landed, landed_turn = state
             chunks, k_tiles = entry(smem, p, 2), entry(smem, p, 3)
-            end = int32(begin + pairs * chunks)
-            pair, c = first, int32(index - begin)
+            end = int32(begin + entry(smem, p, 0) * chunks)
+            pair, c = entry(smem, p, 1), int32(index - begin)
+            half = int64(w.size) >> 1
             while index < end:
                 while c >= chunks:
                     pair, c = int32(pair + 1), int32(c - chunks)
-                bar, to = bars_at + 8 * slot, slot * chunk
+                tile = pair if gated else int32(PAIR * pair)
+                at = int64(tile_index(tile, int32(deep * c), k_tiles)) * tile_bytes
+                bar, to = int32(bars_at + 8 * slot), int32(slot * chunk)
                 mbarrier_wait_bounded(smem, empty_at + 8 * slot, turn)
                 if index >= window:
                     mbarrier_wait_bounded(smem, bars_at + 8 * landed, landed_turn)
@@ -319,19 +309,20 @@ def kernel(how: Chain) -> Any:
                     if landed >= slots:
                         landed, landed_turn = own, int32(landed_turn ^ 1)
                 mbarrier_arrive_expect(smem, bar, chunk)
-                if p == 1:
-                    copy_gated(smem, to, w_gates, pair, int32(deep * c), k_tiles, bar)
-                elif p == 0:
-                    copy_pair(smem, to, w_out, int32(2 * pair), int32(deep * c), k_tiles, bar)
-                elif p == 2:
-                    copy_pair(smem, to, w_down, int32(2 * pair), int32(deep * c), k_tiles, bar)
-                else:
-                    copy_pair(smem, to, w_qkv, int32(2 * pair), int32(deep * c), k_tiles, bar)
-                index, slot = int32(index + PRODUCERS), int32(slot + PRODUCERS)
-                c = int32(c + PRODUCERS)
+                for i in range(deep):
+                    for j in range(pieces):
+                        into = int32(to + i * pair_bytes + j * piece)
+                        place = at + i * (TILE_GROUP * tile_bytes) + j * half
+                        bulk_copy(smem, into, w, place, piece, smem, bar)
+                index, c = int32(index + PRODUCERS), int32(c + PRODUCERS)
+                slot = int32(slot + PRODUCERS)
                 if slot >= slots:
                     slot, turn = own, int32(turn ^ 1)
-            begin, p = end, int32(p + 1)
+            return index, end, slot, turn, landed, landed_turn
+
+        return stream
+
+    stream_pairs, stream_gated = streamed(False), streamed(True)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_rows(smem, scales, weights, bias, p, pair, hidden, warp, lane):
@@ -424,7 +415,12 @@ def kernel(how: Chain) -> Any:
             fewer()
             if lane == 0:
                 own = int32(warp - warps)
-                produce(smem, w_out, w_gates, w_down, w_qkv, products, window, own)
+                state = own, int32(0), own, int32(1), own, int32(0)
+                state = stream_pairs(smem, w_out, int32(0), window, own, state)
+                state = stream_gated(smem, w_gates, int32(1), window, own, state)
+                state = stream_pairs(smem, w_down, int32(2), window, own, state)
+                if products == 4:
+                    stream_pairs(smem, w_qkv, int32(3), window, own, state)
         else:
             # --- the warps that multiply
             more()
