@@ -1,4 +1,4 @@
-"""Layers of one token: what is between two attentions is one launch, `steps.kernels.decode.chain`.
+"""Layers of one token: what is between two attentions is one launch, `steps.kernels.between.chain`.
 
     norm, qkv | attention | chain | attention | chain ... attention | chain, without qkv | logits
 
@@ -18,7 +18,8 @@ from qformats.storage import storage_format
 from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine, multiprocessors
 from steps.decoder.deferred import DeferredNorms, by_step_18
-from steps.kernels.decode import bulk, chain
+from steps.kernels.between import chain
+from steps.kernels.decode import bulk
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Chains:
 
 
 def _sizes(layer: Layer, qkv: Any) -> tuple[str, int, int, int, int, bool]:
-    """As `steps.kernels.decode.chain.chain_of` takes them."""
+    """As `steps.kernels.between.chain.chain_of` takes them."""
     name = storage_format(FORMATS[layer.out.format]).name
     n_qkv, biased = (0, False) if qkv is None else (qkv.n, qkv.bias is not None)
     return name, layer.down.n, layer.down.k, layer.out.k, n_qkv, biased

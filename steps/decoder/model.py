@@ -10,8 +10,9 @@ reads. The operations are given to a `Decoder` (`steps.decoder.kernel_operations
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +25,6 @@ from steps.compile import parallel_compile
 from steps.compile.dry_run import Recipe
 from steps.decoder import rotary
 from steps.decoder.operations import PLAIN, Operations
-from steps.decoder.turns import TURNS
 from steps.driver.machines import Gpu
 from steps.kernels.experts.contract import ExpertsRequest
 from steps.kernels.parts.activations.layouts import GATED
@@ -772,6 +772,44 @@ class Greedy:
         self._graph = CapturedGraph(self.run)
         self.token.copy_(token)
         self.cache.position.copy_(position)
+
+
+class Turns:
+    """Tokens that are made by chains take turns on a GPU, whatever streams they are queued on: a
+    chain (`steps.kernels.between.chain`) needs all SMs at once, and of two that begin at the same
+    time each could hold some of them and wait for the others.
+
+    captured: how often a turn was wanted while a stream was captured. What replays such a graph
+    takes the turn then.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, Any] = {}  # of each GPU, the stream that had the last turn
+        self._queueing = threading.Lock()
+        self.captured = 0
+
+    @contextmanager
+    def taken(self, device: Any) -> Iterator[None]:
+        """What is queued on the current stream of a device meanwhile begins when all is done that
+        was queued on another stream, up to the end of its last turn."""
+        if device.type != "cuda":
+            yield
+        elif torch.cuda.is_current_stream_capturing():
+            self.captured += 1
+            yield
+        else:
+            stream = torch.cuda.current_stream(device)
+            with self._queueing:
+                last = self._last.get(stream.device_index, stream)
+                if last != stream:
+                    stream.wait_stream(last)
+                self._last[stream.device_index] = stream
+                yield
+
+
+TURNS: Final = Turns()
+"""Of this process. Processes do not share a GPU's SMs, but under MPS: see
+`steps.kernels.between.chain.runs_here`."""
 
 
 class CapturedGraph:

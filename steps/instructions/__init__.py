@@ -10,7 +10,7 @@ operands are always (array, index), the index counting elements of that array ta
 used from
 step 1    arithmetic.py     packed bytes and halves, one register at a time
 step 1    memory.py         loads and stores of 2 to 16 bytes; fences, launches that overlap
-step 2    warp.py           shuffles
+step 2    warp.py           shuffles; the index of a thread, read anew
 step 7    tensor_core.py    mma.sync, ldmatrix, stmatrix
 step 9    async_copy.py     cp.async
 step 12   warpgroup.py      wgmma, named barriers, setmaxnreg
@@ -54,6 +54,7 @@ from steps.instructions.bulk_copy import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
+    mbarrier_wait_bounded,
     prefetch_l2,
 )
 from steps.instructions.memory import (
@@ -66,6 +67,7 @@ from steps.instructions.memory import (
     load_f32x4,
     load_u16,
     load_u32,
+    load_u32_relaxed,
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
@@ -75,6 +77,7 @@ from steps.instructions.memory import (
     store_f32x2,
     store_f32x4,
     store_u16,
+    store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
     store_u32x2,
@@ -100,7 +103,7 @@ from steps.instructions.tensor_map import (
     tensor_copy,
     tensor_map_address,
 )
-from steps.instructions.warp import shfl, shfl_up, shfl_xor
+from steps.instructions.warp import shfl, shfl_up, shfl_xor, thread_index
 from steps.instructions.warpgroup import (
     barrier_arrive,
     barrier_sync,

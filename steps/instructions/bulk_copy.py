@@ -151,3 +151,24 @@ def mbarrier_arrive_expect(lane, barrier, bi, size):
 def mbarrier_wait(lane, barrier, bi, parity):
     """Wait until the phase of this parity (0 or 1) is complete. SYNCS.PHASECHK."""
     now().wait_for_phase(lane.block.memory.barrier(lane, barrier, bi), parity)
+
+
+PATIENCE = 20_000_000_000  # nanoseconds of a bounded wait
+
+
+@ptx(
+    "{.reg .pred p; .reg .u64 begin, t; "
+    "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra done; "
+    "mov.u64 begin, %globaltimer; "
+    "again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra done; "
+    "mov.u64 t, %globaltimer; sub.u64 t, t, begin; "
+    f"setp.gt.u64 p, t, {PATIENCE}; @p trap; bra again; done: }}",
+    takes=(SHARED, uint32),
+    scope="lane",
+    memory=True,
+    min_cc=_HOPPER,
+)
+def mbarrier_wait_bounded(lane, barrier, bi, parity):
+    """The same, but for `PATIENCE` at most, where it hangs on other blocks: then the launch ends
+    with an error, as by `trap`."""
+    now().wait_for_phase(lane.block.memory.barrier(lane, barrier, bi), parity)

@@ -235,6 +235,24 @@ def store_u32_relaxed(lane, array, index, value):
     array.store_relaxed(index, struct.pack("<I", value))
 
 
+@ptx(
+    "ld.relaxed.gpu.global.u32 $0, [$1];",
+    returns=uint32,
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u32_relaxed(lane, array, index):
+    """4 bytes at array[index] as they are in the L2 now. LDG.E.STRONG.GPU."""
+    return struct.unpack_from("<I", array.bytes, array.locate_relaxed(index, 4))[0]
+
+
+@ptx("st.relaxed.gpu.global.u16 [$0], $1;", takes=(GLOBAL, uint16), scope="lane", memory=True)
+def store_u16_relaxed(lane, array, index, value):
+    """2 bytes to array[index], for relaxed loads of other blocks. STG.E.U16.STRONG.GPU."""
+    array.store_relaxed(index, struct.pack("<H", value))
+
+
 @ptx("trap;", scope="lane", memory=True)
 def trap(lane):
     """End the launch with an error, in place of a wait without end. The context is lost, as after a

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, uint32
 
-from steps.instructions.define import as_it_is, define
+from steps.instructions.define import as_it_is, define, ptx
 from steps.simulator.c_types import UNCHANGED, cast_to
 from steps.simulator.cuda import exchange
 from steps.simulator.errors import SimulatorError
@@ -79,3 +79,10 @@ shfl_up = _shuffle(
     lambda lane, x: lane - x,
     "(value, delta): the value of lane `lane - delta`; the first `delta` lanes keep their own.",
 )
+
+
+@ptx("mov.u32 $0, %tid.x;", returns=int32, scope="lane", memory=True)
+def thread_index(lane):
+    """`cuda.threadIdx.x`, read anew: the compiler keeps no register for it from one use to the
+    next. S2R."""
+    return lane.index

@@ -33,7 +33,8 @@ from steps.decoder.model import (
     torch_products,
 )
 from steps.driver.machines import Simulator
-from steps.kernels.decode import bulk, chain, tiles
+from steps.kernels.between import chain
+from steps.kernels.decode import bulk, tiles
 from steps.nn import operator as torch_operator
 from steps.product.choice import Choice, Request
 

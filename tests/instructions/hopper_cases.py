@@ -22,6 +22,7 @@ from steps.instructions import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
+    mbarrier_wait_bounded,
     prefetch_l2,
     prefetch_tensor_map,
     setmaxnreg_dec,
@@ -42,7 +43,6 @@ from steps.instructions import (
     zeros_i32,
 )
 from steps.instructions.tensor_core import A_ROW, A_WORD
-from steps.instructions.waiting import mbarrier_wait_bounded
 from tests.instructions.instruction_cases import Case
 
 wait_for_all = wgmma_wait(0)

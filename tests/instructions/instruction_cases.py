@@ -42,6 +42,7 @@ from steps.instructions import (
     load_f32x4,
     load_u16,
     load_u32,
+    load_u32_relaxed,
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
@@ -63,15 +64,16 @@ from steps.instructions import (
     store_f32x2,
     store_f32x4,
     store_u16,
+    store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
     store_u32x2,
     store_u32x4,
     store_u64_relaxed,
+    thread_index,
     trap,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
-from steps.instructions.waiting import load_u32_relaxed, store_u16_relaxed, thread_index
 
 
 @dataclass(frozen=True)

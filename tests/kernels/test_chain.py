@@ -15,7 +15,7 @@ from qformats.storage import storage_format
 from reference import nmse
 from steps.contract import Launch
 from steps.driver.machines import Simulator
-from steps.kernels.decode import chain
+from steps.kernels.between import chain
 from steps.simulator.errors import Deadlock
 
 EPSILON = 1e-5

@@ -6,13 +6,14 @@
     rotary          rotary embedding of a prompt, whose keys and values go to the cache
     swiglu          silu(gate) * up
     gated_product   the same at few tokens without a launch, in the product of gates and ups
+    chain           all products from one attention to the next, and their norms, in one launch
     embedding       rows of a quantized table
     argmax          the largest logit of each row
     router          add_and_norm, and which experts a token goes to
 
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
 
-`steps.decoder.kernel_operations` and `steps.decoder.deferred` launch them.
+`steps.decoder.kernel_operations`, `steps.decoder.deferred` and `steps.decoder.chained` launch them.
 
 A product takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,

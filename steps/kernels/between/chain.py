@@ -58,27 +58,25 @@ from steps.instructions import (
     griddepcontrol_wait,
     load_f32,
     load_u32,
+    load_u32_relaxed,
     load_u32x4,
     load_u64x2_relaxed,
     mbarrier_arrive,
     mbarrier_arrive_expect,
     mbarrier_init,
+    mbarrier_wait_bounded,
     shfl,
     shfl_xor,
     store_f32,
     store_u16,
+    store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
     store_u32x4,
+    thread_index,
     trap,
 )
 from steps.instructions.approximate import reciprocal, rsqrt
-from steps.instructions.waiting import (
-    load_u32_relaxed,
-    mbarrier_wait_bounded,
-    store_u16_relaxed,
-    thread_index,
-)
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
 from steps.kernels.between.deferred_norm import ROOM
 from steps.kernels.decode.product import PAIR, product_a16
