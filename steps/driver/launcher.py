@@ -17,6 +17,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -153,7 +154,8 @@ def load(source: Launch) -> Loaded:
     """Compile a launch for the types of its arguments, load it, and lay the arguments out.
 
     TypeError for an argument that a kernel cannot take from here, such as a NumPy array;
-    RuntimeError where the GPU has less shared memory than asked for.
+    RuntimeError where the GPU has less shared memory than asked for, or no room for all blocks of a
+    launch whose blocks wait for each other.
     """
     for i, argument in enumerate(source.args):
         if isinstance(argument, TensorMap):
@@ -171,7 +173,9 @@ def load(source: Launch) -> Loaded:
     error, function = driver.cuKernelGetFunction(kernel.handle)
     _must(error, f"loading {source.kernel.__name__}")
     _allow_shared(code, kernel, source)
-    config = _config(source, code.cooperative or source.together)
+    if source.together:
+        _require_room(source, function)
+    config = _config(source, code.cooperative)
     arguments = parameters(signature, source.args)
     return Loaded(source, kernel, int(function), config, arguments)
 
@@ -289,6 +293,21 @@ def _allow_shared(code: CompiledKernel, kernel: Any, source: Launch) -> None:
     (error,) = driver.cuKernelSetAttribute(attribute, size, kernel.handle, device)
     _must(error, f"{source.kernel.__name__} with {size} bytes of dynamic shared memory")
     allowed[device] = size
+
+
+def _require_room(source: Launch, function: Any) -> None:
+    """No cooperative launch, which would check this too: that begins when the launch before it has
+    ended, whatever `overlap` says."""
+    threads, blocks = prod(source.block), prod(source.grid)
+    of_sm = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    error, most = of_sm(driver.CUfunction(int(function)), threads, source.shared_bytes)
+    _must(error, f"counting the thread blocks of {source.kernel.__name__} on an SM")
+    room = int(most) * int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+    if blocks > room:
+        raise RuntimeError(
+            f"{source.kernel.__name__} has {blocks} thread blocks that wait for each other, and "
+            f"this GPU has room for {room} at once"
+        )
 
 
 def _must(error: Any, what: str) -> None:

@@ -317,6 +317,24 @@ def test_the_limit_of_shared_memory_is_raised_once_a_size(monkeypatch) -> None:
         )
 
 
+def test_blocks_that_wait_for_each_other_have_room_at_once(monkeypatch) -> None:
+    """Of an SM's room, as the driver counts it, and all SMs."""
+
+    def of_sm(function: Any, threads: int, shared: int) -> tuple[Any, int]:
+        assert (int(function), threads, shared) == (5, 96, 1000)
+        return launcher.driver.CUresult.CUDA_SUCCESS, 2
+
+    device = SimpleNamespace(MULTIPROCESSOR_COUNT=4)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device)
+    monkeypatch.setattr(
+        launcher.driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", of_sm, raising=True
+    )
+    named = SimpleNamespace(__name__="kernel")
+    launcher._require_room(Launch(named, (4, 2), (32, 3), (), 1000), 5)
+    with pytest.raises(RuntimeError, match="kernel has 9 thread blocks .* room for 8 at once"):
+        launcher._require_room(Launch(named, (9,), (96,), (), 1000), 5)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
