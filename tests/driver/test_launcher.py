@@ -331,7 +331,7 @@ def test_blocks_that_wait_for_each_other_have_room_at_once(monkeypatch) -> None:
     )
     named = SimpleNamespace(__name__="kernel")
     launcher._require_room(Launch(named, (4, 2), (32, 3), (), 1000), 5)
-    with pytest.raises(RuntimeError, match="kernel has 9 thread blocks .* room for 8 at once"):
+    with pytest.raises(RuntimeError, match=r"kernel has 9 thread blocks .* room for 8 at once"):
         launcher._require_room(Launch(named, (9,), (96,), (), 1000), 5)
 
 
