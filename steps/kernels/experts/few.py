@@ -73,7 +73,7 @@ from steps.kernels.experts.contract import (
     ExpertsRequest,
 )
 from steps.kernels.experts.gates import GATE_OF
-from steps.kernels.experts.grouping import grouping, id_of
+from steps.kernels.experts.grouping import OF_A_WARP, grouping, id_of
 from steps.kernels.parts.activations.layouts import float16_rows
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS
 from steps.kernels.parts.epilogue.rounded import STORE
@@ -85,7 +85,7 @@ NAN: Final = math.nan
 COLUMNS: Final = (1, 2, 4, 8)
 """Tokens of a group at most, the first of these that all tokens of a call fit in, else the last."""
 
-ROOM: Final = (128, 512, 1024)
+ROOM: Final = (OF_A_WARP, 128, 512, 1024)
 """Products of a token with an expert that a thread block has tables for, the first that all fit in;
 more than the last are another thread block's."""
 
@@ -248,7 +248,7 @@ def kernel(
     tokens, warps, stages, slot_bytes = how.tokens, how.warps, how.stages, how.slot_bytes
     product = product_a16(name, kind, tokens)
     places, multiply, finish = product.places, product.multiply, product.finish
-    of_slots = grouping(tokens, warps, of_ids, how.groups_at, how.order_at, how.sums_at)
+    of_slots = grouping(tokens, how.room, warps, of_ids, how.groups_at, how.order_at, how.sums_at)
     route, locate, slot_at = of_slots.route, of_slots.locate, of_slots.slot_at
     load_scales, finished, write = end_of(how, output, of_bias, product.scale)
     store = STORE[output]

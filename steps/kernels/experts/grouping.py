@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from numba import cuda, int32, uint32
 
-from steps.instructions import load_u32, load_u32x2, shfl_up, store_u32, store_u32x2
+from steps.instructions import load_u32, load_u32x2, shfl, shfl_up, store_u32, store_u32x2
+
+OF_A_WARP: Final = 32
+"""Slots that a warp groups by itself: one in each lane."""
+
+EVERY_LANE: Final = 0xFFFFFFFF
 
 
 @cache
@@ -51,10 +56,11 @@ class Grouping:
 
 @cache
 def grouping(
-    tokens: int, warps: int, of_ids: str, groups_at: int, order_at: int, ranks_at: int
+    tokens: int, room: int, warps: int, of_ids: str, groups_at: int, order_at: int, ranks_at: int
 ) -> Grouping:
-    """The device functions for groups of up to `tokens` slots. groups_at, order_at: bytes where 8
-    bytes for each group and 4 for each slot begin; ranks_at: of 4 more that `route` alone uses."""
+    """The device functions for groups of up to `tokens` of at most `room` slots. groups_at,
+    order_at: bytes where 8 bytes for each group and 4 for each slot begin; ranks_at: of 4 more that
+    `route` alone uses."""
     threads, expert = 32 * warps, id_of(of_ids)
 
     @cuda.jit(device=True, forceinline=True)
@@ -143,6 +149,40 @@ def grouping(
             cuda.syncthreads()
         return int32(so_far >> 16)
 
+    # few slots: each lane of a warp has one, and no counts are needed. A key is an expert, a rank
+    # among its slots, and whether a group begins there
+    @cuda.jit(device=True, forceinline=True)
+    def route_warp(smem, counts, totals, ids, base, n, E, t):
+        if t < OF_A_WARP:
+            e = int32(-1)
+            if t < n:
+                e = expert(ids, base + t, E)
+            cuda.syncwarp()
+            count, rank = int32(0), int32(0)
+            for j in range(OF_A_WARP):
+                same = shfl(e, j) == e
+                count = int32(count + (1 if same else 0))
+                rank = int32(rank + (1 if same and j < t else 0))
+            begins = rank % tokens == 0
+            key = int32(64 * e + 2 * rank + (1 if begins else 0))
+            if e < 0:
+                key = int32(0x7FFFFFFE)
+            place, group = int32(0), int32(0)
+            for j in range(OF_A_WARP):
+                other = shfl(key, j)
+                place = int32(place + (1 if other < key else 0))
+                group = int32(group + (1 if other < key and other & 1 else 0))
+            if e >= 0:
+                store_u32(smem, order_at + 4 * place, uint32(base + t))
+                if begins:
+                    found = uint32(place | (min(tokens, int32(count - rank)) << 16))
+                    store_u32x2(smem, groups_at + 8 * group, uint32(e), found)
+            groups = cuda.popc(cuda.ballot_sync(EVERY_LANE, e >= 0 and begins))
+            if t == 0:
+                totals[0] = groups
+        cuda.syncthreads()
+        return int32(totals[0])
+
     @cuda.jit(device=True, forceinline=True)
     def locate(smem, ids, base, group, E):
         e, found = load_u32x2(smem, groups_at + 8 * group)
@@ -166,5 +206,5 @@ def grouping(
         return int32(base + place)
 
     if tokens > 1:
-        return Grouping(route, locate, slot_at)
+        return Grouping(route_warp if room == OF_A_WARP else route, locate, slot_at)
     return Grouping(route_one, locate_one, slot_at_one)
