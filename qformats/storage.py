@@ -6,7 +6,7 @@ where there is one, for 32 elements or 16. Most formats are stored as a weight f
 kernels exist; others as a `PackedFormat`:
 
     file     stored as bits a weight of a file, of a packed tile
-    mxfp4    c5        4.25     5.25      levels are integers from -12 to 12, a scale is one byte
+    mxfp4    e2m1      4.25     4.25      the codes as they are, a scale is one byte
     iq4_nl   q8_0      4.5      8.5       the codes are the levels, -127 to 113
     q4_k     q4_1      4.5      5.0
     q5_k     q5_1      5.5      6.0
@@ -46,6 +46,9 @@ GROUP: Final = 16
 SIGNIFICAND_BITS: Final = 11
 """Of a float16's significand."""
 
+E2M1_SIZES: Final = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Of the levels of E2M1, twice what the format says, so that they are integers."""
+
 LARGEST_SCALE: Final = 2.0**100
 """The largest scale of a packed tile: float32 sums of products with larger ones overflow."""
 
@@ -74,10 +77,9 @@ _PAIR: Final = ("<f2", (2,))
 _PACKED: Final = {
     made.name: made
     for made in (
-        # d: the upper byte of a float16, enough for a power of two from 2^-16 up
-        PackedFormat(
-            "c5", 5, np.dtype([("d", "u1"), ("qh", "u1", (4,)), ("qs", "u1", (16,))]), 16, BLOCK
-        ),
+        # a sign above the number of one of eight sizes; d: the upper byte of a float16, enough for
+        # a power of two from 2^-16 up
+        PackedFormat("e2m1", 4, np.dtype([("d", "u1"), ("qs", "u1", (16,))]), 0, BLOCK),
         PackedFormat("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
         PackedFormat("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
         # qs: the upper four bits; qh: byte j % 8 has the lower two of element j
@@ -87,7 +89,7 @@ _PACKED: Final = {
     )
 }
 _STORED_AS: Final = {
-    "mxfp4": "c5",
+    "mxfp4": "e2m1",
     "iq4_nl": "q8_0",
     "q2_k": "c4m",
     "q3_k": "c4",
@@ -110,7 +112,7 @@ def storage_format_named(name: str) -> StorageFormat:
 def nearest_weight_format(name: str) -> str:
     """The format of `WEIGHT_FORMATS` whose packed tiles are nearest in size and work. Its
     measurements stand for a file format that was not measured."""
-    return {"c4": "q4_0", "c4m": "q4_1", "c5": "q5_0", "c6": "q8_0"}.get(
+    return {"c4": "q4_0", "c4m": "q4_1", "c6": "q8_0", "e2m1": "q4_0"}.get(
         stored_as := storage_format(storage_format_named(name)).name, stored_as
     )
 
@@ -186,7 +188,9 @@ def to_storage_format(
     if stored_as.bits == 8:
         made["qs"] = codes
     else:
-        codes = (codes + {"c5": 16, "q4_0": 8}.get(stored_as.name, 0)).astype(np.uint8)
+        if stored_as.name == "e2m1":
+            codes = np.where(codes < 0, 8, 0) + np.searchsorted(E2M1_SIZES, np.abs(codes))
+        codes = (codes + (8 if stored_as.name == "q4_0" else 0)).astype(np.uint8)
         codes &= np.uint8(2**stored_as.bits - 1)
         if stored_as.bits == 6:
             two = (codes & 3).reshape(n, -1, 4, 8) << np.array([0, 2, 4, 6], np.uint8)[:, None]

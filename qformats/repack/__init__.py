@@ -18,6 +18,7 @@ from qformats.repack.fields import (
 from qformats.repack.fragments import (
     CHUNK_HALVES,
     CODE_SCALE,
+    E2M1_PLACES,
     HALF_SCALE,
     MINIMUM_SCALE,
     MMA_ORDER,
@@ -42,6 +43,7 @@ __all__ = [
     "CHUNK",
     "CHUNK_HALVES",
     "CODE_SCALE",
+    "E2M1_PLACES",
     "HALF_SCALE",
     "KNOWN",
     "MINIMUM_SCALE",

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from qformats.codec import BLOCK, FILE_FORMATS, Blocks, Floats
 from qformats.repack.fields import matrix_format
-from qformats.storage import PackedFormat, StorageFormat, storage_format, to_storage_format
+from qformats.storage import StorageFormat, storage_format, to_storage_format
 from qformats.threads import by_rows
 
 TILE_ROWS, TILE_K = 16, 128
@@ -39,6 +39,10 @@ one piece of memory, one bulk copy."""
 CODE_SCALE = {4: 16, 5: 8, 6: 4, 8: 1}
 """By bits of W: the factor of a code in the bytes that a tensor core multiplies. A nibble
 stays in the upper half of its byte (one mask, no shift down), further bits go right below it."""
+
+E2M1_PLACES = ((9, 15), (6, 12), (0, 13), (3, 14))
+"""(lowest bit of the size, bit of the sign) of MXFP4's codes in 16 bits. Those of a float16 are 9
+to 11 and 15: a mask finds the first code, a shift by 3 and a mask the second."""
 
 CHUNK_HALVES = 8
 """float16 of a 16-byte chunk."""
@@ -90,10 +94,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
 
     and MXFP4 has
 
-        codes   for each half of 64 K 16 bytes a lane: words 0 to 3; then for each half word 4.
-                Codes are 0 to 31 for -16 to 15, two of them 16 bits apart, of bytes o and o + 2 as
-                above: pair n = 8b + 4u + 2o + r < 15 of block b, row g + 8r and nibble u stands in
-                word n // 3 from bit n % 3 * 5 on; bit i of pair 15 is bit 15 of word i
+        codes   words of the same blocks and rows, where E2M1_PLACES says: of the codes of bytes 0
+                (low nibble), 1 (low), 0 (high) and 1 (high) three bits of size, and the sign; 16
+                bits further those of bytes 2 and 3
         scales  bytes [8 g][row g, row g + 8][4 blocks]: the upper half of the float16 d'
 
     row_scales: float32 [N rounded up to whole groups], a power of two for each row, by which its
@@ -179,11 +182,10 @@ def pack_tiles(
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
             bits = _ordered(bits, order)
-            if fmt.name == "c5":
-                low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
-                return _threes(np.stack([low, high], axis=-2), padded["d"], rows, k_tiles)
             pairs = np.stack([qs >> 4 & 1, bits[..., :16]], axis=-2)  # [..., which, 16 bytes]
             qs = np.asarray(qs & 15 | (qs >> 5 | bits[..., 16:] << 3) << 4, np.uint8)
+        elif fmt.name == "e2m1":
+            qs = _sizes_and_signs(qs)
         elif fmt.name == "q4_0":
             qs = qs ^ np.uint8(0x88)
         # ... half of the tile, block of that half, t
@@ -203,7 +205,7 @@ def pack_tiles(
             words = np.bitwise_or.reduce(two << places, axis=(1, 6))  # rows g K | half b t i
             planes.append(words.transpose(0, 2, 3, 1, 5, 4, 6))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
-    if isinstance(fmt, PackedFormat):  # ... half of the tile, two blocks of two groups
+    if fmt.group < BLOCK:  # ... half of the tile, two blocks of two groups
         by_group = (rows, 2, 8, k_tiles, 2, 4)
         planes += [padded[f].reshape(by_group).transpose(0, 3, 4, 1, 2, 5) for f in own]
     else:
@@ -222,20 +224,12 @@ def _ordered(codes: NDArray[np.uint8], order: tuple[int, ...]) -> NDArray[np.uin
     return np.ascontiguousarray(sixteens[..., order]).reshape(codes.shape)
 
 
-def _threes(
-    codes: NDArray[np.uint8], scales: NDArray[np.uint8], rows: int, k_tiles: int
-) -> NDArray[np.uint8]:
-    """Those of 5 bits in words of three codes, of codes [rows * 16, deep * 4, 2, 16] and scales
-    [rows * 16, deep * 4]."""
-    by_place = codes.reshape(rows, 2, 8, k_tiles, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
-    pairs = by_place.transpose(0, 3, 4, 2, 7, 5, 6, 9, 1, 8).astype(np.uint32)
-    pairs = pairs.reshape(rows, k_tiles, 2, 32, 16, 2)
-    both = pairs[..., 0] | pairs[..., 1] << 16
-    words = both[..., 0:15:3] | both[..., 1:15:3] << 5 | both[..., 2:15:3] << 10
-    words |= (both[..., 15:] >> np.arange(5, dtype=np.uint32) & 0x00010001) << 15
-    row_scales = scales.reshape(rows, 2, 8, k_tiles, 4).transpose(0, 3, 2, 1, 4)
-    planes = words[..., :4], words[..., 4], row_scales
-    flat = [
-        np.ascontiguousarray(part).reshape(rows * k_tiles, -1).view(np.uint8) for part in planes
-    ]
-    return np.concatenate(flat, axis=1)
+def _sizes_and_signs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Of bytes [..., 16] with codes of E2M1, in words of four, their words."""
+    four = codes.reshape(*codes.shape[:-1], 4, 4).astype(np.uint32)
+    words = np.zeros(four.shape[:-1], np.uint32)
+    for n, (size_at, sign_at) in enumerate(E2M1_PLACES):
+        for half in range(2):
+            code = four[..., 2 * half + n % 2] >> 4 * (n // 2) & 15
+            words |= ((code & 7) << size_at | (code >> 3) << sign_at) << 16 * half
+    return words.astype("<u4").view(np.uint8).reshape(codes.shape)

@@ -33,6 +33,7 @@ from steps.instructions.arithmetic import (
     floats_to_halves,
     half_to_float,
     hfma2,
+    hfma2_bf16,
     high2half2,
     hmul2,
     low2half2,

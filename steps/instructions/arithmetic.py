@@ -161,6 +161,14 @@ def as_float(bits):
     return _FLOAT[0]
 
 
+def _bfloats(word: int) -> tuple[float, float]:
+    """The two bfloat16 of a word, the lower first."""
+    _BITS[0] = word << 16 & 0xFFFF0000
+    low = float(_FLOAT[0])
+    _BITS[0] = word & 0xFFFF0000
+    return low, float(_FLOAT[0])
+
+
 def _bfloat(x: float) -> int:
     """The 16 bits of a float32 rounded to the nearest bfloat16, its upper half, ties to even."""
     _FLOAT[0] = x
@@ -168,6 +176,16 @@ def _bfloat(x: float) -> int:
     if bits & 0x7FFFFFFF > 0x7F800000:
         return 0x7FFF  # the one NaN that the instruction makes
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+@ptx("fma.rn.bf16x2 $0, $1, $2, $3;", returns=uint32, takes=(uint32,) * 3, min_cc=(8, 0))
+def hfma2_bf16(a, b, c):
+    """a * b + c of two bfloat16 each, rounded once; subnormals count in full. HFMA2.BF16_V2.
+
+    The twin rounds to float32 first, which is seen where a sum of numbers far apart is near the
+    middle between two bfloat16."""
+    (a0, a1), (b0, b1), (c0, c1) = (_bfloats(x) for x in (a, b, c))
+    return _bfloat(a0 * b0 + c0) | _bfloat(a1 * b1 + c1) << 16
 
 
 @ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", returns=uint32, takes=(float32, float32), min_cc=(8, 0))

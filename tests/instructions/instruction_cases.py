@@ -33,6 +33,7 @@ from steps.instructions import (
     griddepcontrol_wait,
     half_to_float,
     hfma2,
+    hfma2_bf16,
     high2half2,
     hmul2,
     ldmatrix_x4,
@@ -257,6 +258,25 @@ def packed_half_expected(a, b, c):
     upper = np.repeat(c.view(np.uint16)[1::2], 2).view(np.uint32)
     _, picked = products_and_sums(b, low, upper)
     return *products_and_sums(a, b, c), low, high, picked
+
+
+@cuda.jit
+def packed_bfloat_kernel(a, b, c, sums):
+    i = cuda.grid(1)
+    sums[i] = hfma2_bf16(a[i], b[i], c[i])
+
+
+def packed_bfloat_inputs(rng):
+    """Subnormal numbers times 2^103, which is exact, and -0 or a neighbour: sums are exact too."""
+    a = rng.integers(0, 1 << 7, 1024).astype(np.uint16) << 1 | rng.integers(0, 2, 1024) << 15
+    b = np.full(1024, 0x7300)
+    c = np.where(np.arange(1024) < 512, 0x8000, 0)
+    return tuple(x.astype(np.uint16).view(np.uint32) for x in (a, b, c))
+
+
+def packed_bfloat_expected(a, b, c):
+    x, y, z = (bfloat16_values(part.view(np.uint16)).astype(np.float64) for part in (a, b, c))
+    return (bfloat16_bits((x * y + z).astype(np.float32)).view(np.uint32),)
 
 
 def packed_half_inputs(rng):
@@ -834,6 +854,16 @@ CASES = (
         block=256,
         grid=2,
         contains=("HFMA2|HFMA2.MMA|HMUL2", "PRMT"),
+    ),
+    Case(
+        "packed_bfloat",
+        packed_bfloat_kernel,
+        packed_bfloat_inputs,
+        packed_bfloat_expected,
+        block=256,
+        grid=2,
+        contains=("HFMA2.BF16_V2|HFMA2.MMA.BF16_V2",),
+        oldest="sm_80",
     ),
     Case(
         "halves",

@@ -150,7 +150,7 @@ def test_mxfp4_scales_far_below_the_largest_are_lost_and_no_others() -> None:
     blocks = quantize(np.ones((1, 256), np.float32), "mxfp4")
     blocks["e"] = [[100, 99, 90, 86, 85, 69, 68, 40]]
     packed, factors = tiles(blocks)
-    tile = tile_format("c5")
+    tile = tile_format("e2m1")
     first = packed[: tile.tile_bytes][tile.scales_at :][:4]
     second = packed[TILE_GROUP * tile.tile_bytes :][: tile.tile_bytes][tile.scales_at :][:4]
     d = (np.concatenate([first, second]).astype(np.uint16) << 8).view(np.float16)

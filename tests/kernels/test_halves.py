@@ -172,13 +172,13 @@ def test_every_float16_becomes_the_nearest_bfloat16() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("q4_0", "q5_1", "q8_0", "c5"),
+        *("q4_0", "q5_1", "q8_0", "e2m1"),
         *(pytest.param(one, marks=pytest.mark.every) for one in ("q4_1", "q5_0")),
     ],
 )
 def test_instructions_of_a_fragment(name: str) -> None:
-    """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits; as
-    bfloat16, three more for two weights."""
+    """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits and
+    of E2M1; as bfloat16, three more for two weights."""
     reads = uint8[::1], uint32[:, :, :, :, ::1]
     code = machine_code(float_reader(name, "float16"), reads, "sm_90a")
     if name in WEIGHT_FORMATS:
@@ -189,12 +189,15 @@ def test_instructions_of_a_fragment(name: str) -> None:
         assert code.count("PRMT") <= 3 * rows_blocks
         assert code.count("SHF") + code.count("IMAD.SHL") <= {4: 8, 5: 24, 8: 16}[bits] + 5
         assert code.stack_bytes == code.spill_store_bytes == 0
-    if name in ("q4_0", "q5_1", "q8_0", "c5"):
+    if name == "e2m1":
+        assert code.count("LOP3") <= 48 + 3
+        assert code.count("PRMT") <= 8  # scales
+    if name in ("q4_0", "q5_1", "q8_0", "e2m1"):
         bfloat = machine_code(float_reader(name, "bfloat16"), reads, "sm_90a")
         assert bfloat.count("HADD2.F32") == 64
         assert bfloat.count("F2FP.BF16") == 32
-        for opcode in ("LOP3", "HFMA2", "HMUL2", "PRMT", "SHF"):
-            assert bfloat.count(opcode) <= code.count(opcode) + 2
+        for opcodes in (("LOP3",), ("HFMA2",), ("HMUL2",), ("PRMT",), ("SHF", "IMAD")):
+            assert bfloat.count(*opcodes) <= code.count(*opcodes) + 2
         assert bfloat.stack_bytes == bfloat.spill_store_bytes == 0
 
 

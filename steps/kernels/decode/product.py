@@ -192,8 +192,10 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
     distinct = tuple(dict.fromkeys(constants))
     which = tuple(distinct.index(registers) for registers in constants)
     low, high = distinct[0], distinct[-1]
+    offset = distinct != ((0, 0, 0, 0),)  # else sums of codes begin with zeros
     # in registers: minima leave none, and with eight tokens it is slower
-    stay = len(distinct) <= 2 and not minimum and (tokens == 1 or (in_boxes and groups == 2))
+    few = offset and len(distinct) <= 2 and not minimum
+    stay = few and (tokens == 1 or (in_boxes and groups == 2))
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -228,6 +230,8 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
     def beginning_with(z):
         """What sums of codes begin with: with minima, rows g + 8 of z hold sums of A instead of
         offsets, so all rows take those of rows g."""
+        if not offset:
+            return float32(0), float32(0), float32(0), float32(0)
         return (z[0], z[1], z[0], z[1]) if minimum else (z[0], z[1], z[2], z[3])
 
     @cuda.jit(device=True, forceinline=True)
@@ -297,8 +301,9 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
             at, i = place(a, offsets, odd, j), 4 * j
             b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
         if not apart:
-            offset_sums(z, b, offsets, step, 0, False)
-            offset_sums(z, b, offsets, step + 1, 1, True)
+            if offset:
+                offset_sums(z, b, offsets, step, 0, False)
+                offset_sums(z, b, offsets, step + 1, 1, True)
             for r in range(PAIR):
                 make_numbers(codes, 0, words[r], step)
                 make_numbers(codes, terms, words[r], step + 1)

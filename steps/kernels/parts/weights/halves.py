@@ -57,6 +57,7 @@ class HalfFormat:
 
 SIXTEENTH = 0x2C002C00  # 2^-4 twice: the factor for codes that stand 4 bits too high
 EIGHTH = 0x30003000  # 2^-3 twice
+LOWER_BYTES = 0x6240  # prmt: of two words with two numbers each the lower bytes, in turns
 FIFTH_BITS = 0x00180018  # bits 3 and 4 of both halves of a register
 
 

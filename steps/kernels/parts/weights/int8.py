@@ -31,6 +31,7 @@ from steps.instructions import hfma2, high2half2, hmul2, low2half2, prmt
 from steps.kernels.parts.weights.codes import HIGHEST, tile_format
 from steps.kernels.parts.weights.halves import (
     EIGHTH,
+    LOWER_BYTES,
     SIXTEENTH,
     half_format,
     two_of_five,
@@ -62,7 +63,6 @@ class ByteFormat:
     fragments: Any
 
 
-LOWER_BYTES = 0x6240  # prmt: of two words with two numbers each the lower bytes, in turns
 ZERO_BITS = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * 0x00010001
 
 

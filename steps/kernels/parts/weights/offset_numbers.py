@@ -17,6 +17,9 @@ In float16 the unit is 1. In bfloat16 it is 2^-24, a factor that scales of packe
 could overflow. A code has to be at bit 0 there, which takes one shift more. A code of 8 bits is the
 sum of two numbers: 128 + its lower four bits, and 2048 + 16 times the upper ones, in units.
 
+Codes of MXFP4 are the highest and the lowest bits of numbers, and need no offset
+(`steps.kernels.parts.weights.storage_formats`).
+
 `steps.kernels.parts.weights.halves`, in contrast, multiplies each code with its scale. Here the
 scale is left to the sum of a block, and nothing is rounded. Step 17 teaches this.
 """
@@ -31,10 +34,10 @@ from numba import cuda, uint32
 
 from qformats.repack import HALF_SCALE
 from qformats.storage import PackedFormat, storage_format_named
-from steps.instructions import and_xor, select_bits
+from steps.instructions import and_xor, hfma2_bf16, select_bits
 from steps.kernels.parts.weights.codes import shifted
 from steps.kernels.parts.weights.halves import FIFTH_BITS
-from steps.kernels.parts.weights.storage_formats import LAST, last_pair
+from steps.kernels.parts.weights.storage_formats import E2M1_HALVES, SIGNS, e2m1_numbers
 
 STEPS: Final = 4
 """Steps of 16 K in a half of a packed tile, the K of one mma."""
@@ -53,6 +56,12 @@ OFFSET: Final = {0x6400: 1024, 0x5800: 128, 0x5400: 64, 0x5000: 32, 0x3700: 128,
 
 SIXTEEN_TIMES: Final = 0x3900
 """Around a code at bit 0 the bfloat16 number 2048 + 16 times the code, in units."""
+
+E2M1_UNIT: Final = {"float16": 2.0**-15, "bfloat16": HALF_SCALE}
+"""The numbers of a level of 1."""
+
+TWO_TO_103: Final = 0x73007300
+"""Bfloat16 twice: of 2^-127, a level of 1, it makes HALF_SCALE."""
 
 ZERO: Final = {"q4_0": 8, "q5_0": 16, "q8_0": 128}
 """The code, taken as unsigned, of a weight of 0 in the formats that have no minimum."""
@@ -89,8 +98,8 @@ def offset_numbers(name: str, kind: str) -> OffsetNumbers:
     # the code of 0; and what is flipped in codes that are stored as two's complement
     zero = stored.zero if isinstance(stored, PackedFormat) else ZERO.get(name, 0)
     flip = 0 if stored.bits == 5 else zero
-    if name == "c5":
-        return _three_in_sixteen_bits(zero, kind)
+    if name == "e2m1":
+        return _without_offset(kind)
     if stored.bits == 8 and shift:
         return _eight_bits_in_two(zero)
     found_at = {4: 4, 5: 3, 6: 4, 8: 0}[stored.bits]  # codes in high nibbles
@@ -172,30 +181,22 @@ def _eight_bits_in_two(zero: int) -> OffsetNumbers:
     return OffsetNumbers(2, fragments, (of_terms,) * STEPS, UNIT["bfloat16"])
 
 
-def _three_in_sixteen_bits(zero: int, kind: str) -> OffsetNumbers:
-    """MXFP4's codes of 5 bits: of three pairs in a word one or two need a shift."""
-    down, at = (5, 0) if kind == "bfloat16" else (0, 5)
-    around, around_second = AROUND[kind][0], AROUND[kind][at]
-    bits, bits_of_second = both(around), both(around_second)
-
-    @cuda.jit(device=True, forceinline=True)
-    def pair(words, n):
-        if n == LAST:
-            return uint32(last_pair(words) ^ uint32(bits))
-        word = uint32(words[n // 3])
-        if n % 3 == 1:
-            return and_xor(word >> uint32(down), 0x001F001F << at, bits_of_second)
-        return and_xor(word >> uint32(n % 3 * 5), 0x001F001F, bits)
+def _without_offset(kind: str) -> OffsetNumbers:
+    """MXFP4's codes. Bfloat16 numbers of them are too small for sums, and so are multiplied."""
+    two = E2M1_HALVES if kind == "float16" else _larger(e2m1_numbers(6))
 
     @cuda.jit(device=True, forceinline=True)
     def fragments(words, step, term):
-        n = 4 * step
-        return pair(words, n), pair(words, n + 1), pair(words, n + 2), pair(words, n + 3)
+        g, h, second = words[2 * (step >> 1)], words[2 * (step >> 1) + 1], step & 1
+        return two(g, second, 0), two(h, second, 0), two(g, second, 1), two(h, second, 1)
 
-    def offset(n: int) -> int:
-        return OFFSET[around_second if n % 3 == 1 and n != LAST else around] + zero
+    none = ((0, 0, 0, 0),)
+    return OffsetNumbers(1, fragments, (none,) * STEPS, E2M1_UNIT[kind])
 
-    of_steps = [
-        (offset(n), offset(n + 1), offset(n + 2), offset(n + 3)) for n in range(0, 4 * STEPS, 4)
-    ]
-    return OffsetNumbers(1, fragments, tuple((registers,) for registers in of_steps), UNIT[kind])
+
+def _larger(numbers: Any) -> Any:
+    @cuda.jit(device=True, forceinline=True)
+    def two(word, second, odd):
+        return hfma2_bf16(numbers(word, second, odd), TWO_TO_103, SIGNS)
+
+    return two

@@ -6,9 +6,9 @@
 a scale for 16 elements: a float16 mma multiplies 16 K, so it costs only three instructions more a
     block and row. An int8 mma multiplies 32 K, so each block takes two, with zeros for the other 16
     K (`steps.kernels.decode.product`);
-three codes of 5 bits in 16 bits (MXFP4): in two of three places a mask finds a code, in the third
-    it takes a shift besides. The sixteenth of a lane's pairs of codes is gathered from the bits
-    that the others leave. A register costs 2.8 instructions; it is 4.3 where fifth bits lie apart.
+a sign, two bits of exponent and one of fraction (MXFP4): they are those of a float16, so masks
+    make numbers of codes. A register of two costs one and a half masks and 0.75 multiplications;
+    one of four int8 codes, which are no such numbers, 7.5 instructions.
 
 Step 11 teaches this: it is the first step on tensor cores that takes these formats.
 """
@@ -16,16 +16,17 @@ Step 11 teaches this: it is the first step on tensor cores that takes these form
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Final
 
 import numpy as np
-from numba import cuda, uint32
+from numba import cuda, uint32, uint64
 
-from qformats.repack import CODE_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS
+from qformats.repack import CODE_SCALE, E2M1_PLACES, MINIMUM_SCALE, TILE_K, TILE_ROWS
 from qformats.storage import PackedFormat, storage_format_named
 from steps.instructions import and_xor, hfma2, hmul2, load_u16, load_u32x2, prmt
 from steps.kernels.parts.weights import codes, halves
 from steps.kernels.parts.weights.codes import TileFormat, fragments_4, highs, load_4, lows, shifted
-from steps.kernels.parts.weights.halves import SIXTEENTH, HalfFormat, two_of_four
+from steps.kernels.parts.weights.halves import LOWER_BYTES, SIXTEENTH, HalfFormat, two_of_four
 
 LOWEST_TWO = 0x0C0C0C0C  # the two bits below the upper nibble of each byte
 SCALES_OF_HALF = 128  # bytes of the scales of one half: 16 rows, 4 groups
@@ -38,8 +39,8 @@ def tile_format(name: str) -> TileFormat:
     kind = storage_format_named(name)
     if not isinstance(kind, PackedFormat):
         return codes.tile_format(name)
-    if kind.bits == 5:
-        return _fives()
+    if name == "e2m1":
+        return _e2m1()
     minimum, bits = "m" in (kind.dtype.names or ()), kind.bits
     tile_bytes = kind.block_bytes * TILE_ROWS * TILE_K // 32
     bits_at = TILE_ROWS * TILE_K // 2
@@ -91,8 +92,8 @@ def half_format(name: str) -> HalfFormat:
     if not isinstance(kind, PackedFormat):
         return halves.half_format(name)
     tile = tile_format(name)
-    if kind.bits == 5:
-        return _half_fives(tile)
+    if name == "e2m1":
+        return _half_e2m1(tile)
     scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
     minus_zero, flip = (0x8000 | kind.zero) * 0x00010001, kind.zero * 0x00010001
     minimum_unit = int(np.float16(MINIMUM_SCALE).view(np.uint16)) * 0x00010001
@@ -161,65 +162,107 @@ def half_format(name: str) -> HalfFormat:
     )
 
 
-# --- three codes of 5 bits to 16 bits -------------------------------------------------------------
-LAST = 15  # of the sixteen pairs of a lane: it has the spare bit of each word
+# --- E2M1 -----------------------------------------------------------------------------------------
+#
+# Two bits of a code are an exponent and one a fraction. Where they are the lowest two bits of a
+# number's exponent and the highest one of its fraction, and its other bits are zero, the number is
+# the level times a power of two, as numbers with an exponent of 0 are subnormal.
+#
+#                sign exponent  fraction
+#     float16      s  000ee     m000000000      2^-15 times the level
+#     bfloat16     s  000000ee  m000000         2^-127 times
+SIGNS: Final = 0x80008000
+SIZES: Final = 0x00070007
 
 
-@cuda.jit(device=True, forceinline=True)
-def last_pair(w):
-    """Of five words the bits 15 and 31, as two codes in the lowest bits of the halves."""
-    x = uint32(0)
-    for i in range(5):
-        x = and_xor(uint32(w[i]) >> uint32(15 - i), 0x00010001 << i, x)
-    return uint32(x)
+@cache
+def e2m1_numbers(lowest: int) -> Any:
+    """two(word, second, odd): the numbers of two codes, of the first four of a half of the word or
+    of the others, as `E2M1_PLACES` has them, of bytes 0 and 2 or of 1 and 3 (odd). lowest: the bit
+    of the lowest bit of the fraction that a code has.
 
+    Shifts to the left are multiplications, for which a GPU has other units than for masks: those
+    are what is scarce."""
 
-def _fives() -> TileFormat:
-    old = codes.tile_format("q5_0")  # in which a lane's five words lie alike
+    def maker(size_at: int, sign_at: int) -> Any:
+        up, sign_up = lowest - size_at, 15 - sign_at
+        sizes, both = SIZES << lowest, SIZES << lowest | SIGNS
+        before = SIZES << size_at | SIGNS >> 15 - sign_at
+        at_once = up >= 0 and abs(up - sign_up) >= 3  # then copies do not meet
+        factor = uint64(2 ** max(up, 0) + 2**sign_up)
+
+        @cuda.jit(device=True, forceinline=True)
+        def alike(word):
+            return uint32(shifted(word, up) & uint32(both))
+
+        @cuda.jit(device=True, forceinline=True)
+        def by_a_product(word):
+            copies = uint64(uint32(word) & uint32(before)) * factor
+            return uint32(uint32(copies & uint64(0xFFFFFFFF)) & uint32(both))
+
+        @cuda.jit(device=True, forceinline=True)
+        def apart(word):
+            sign = uint32(shifted(word, sign_up) & uint32(SIGNS))
+            return and_xor(shifted(word, up), sizes, sign)
+
+        return alike if up == sign_up else by_a_product if at_once else apart
+
+    first, second_, third, fourth = (maker(*places) for places in E2M1_PLACES)
 
     @cuda.jit(device=True, forceinline=True)
-    def pair(w, n, bit):
-        """Pair n, moved so that its lower code begins at bit `bit`: other bits are to be masked."""
-        if n == LAST:
-            return uint32(last_pair(w) << uint32(bit))
-        return shifted(uint32(w[n // 3]), bit - n % 3 * 5)
+    def two(word, second, odd):
+        if second:
+            return fourth(word) if odd else third(word)
+        return second_(word) if odd else first(word)
+
+    return two
+
+
+E2M1_HALVES: Final = e2m1_numbers(9)
+"""Float16 numbers, 2^-15 times levels."""
+
+
+def _e2m1() -> TileFormat:
+    halves, to_integers, around = E2M1_HALVES, 0x78007800, 0x66006600  # 2^15; 1536
 
     @cuda.jit(device=True, forceinline=True)
-    def four(w, n):
-        """Bytes 0 and 2 of pair n, bytes 1 and 3 of pair n + 2; code 16 is 0."""
-        even = and_xor(pair(w, n, 3), 0x00F800F8, 0x80808080)
-        return uint32(and_xor(pair(w, n + 2, 11), 0xF800F800, even))
+    def four(word, second):
+        """Of 1536 + level the lower byte is the level."""
+        even = hfma2(halves(word, second, 0), to_integers, around)
+        odd = hfma2(halves(word, second, 1), to_integers, around)
+        return prmt(even, odd, LOWER_BYTES)
 
     @cuda.jit(device=True, forceinline=True)
     def fragments(w):
         return (
-            four(w, 0),
-            four(w, 1),
-            four(w, 4),
-            four(w, 5),
-            four(w, 8),
-            four(w, 9),
-            four(w, 12),
-            four(w, 13),
+            four(w[0], 0),
+            four(w[1], 0),
+            four(w[0], 1),
+            four(w[1], 1),
+            four(w[2], 0),
+            four(w[3], 0),
+            four(w[2], 1),
+            four(w[3], 1),
         )
 
+    scales_at = TILE_ROWS * TILE_K // 2
     return TileFormat(
-        tile_bytes=storage_format_named("c5").block_bytes * TILE_ROWS * TILE_K // 32,
-        bits_at=old.bits_at,
-        scales_at=old.scales_at,
-        minima_at=old.scales_at,
-        code_scale=old.code_scale,
+        tile_bytes=storage_format_named("e2m1").block_bytes * TILE_ROWS * TILE_K // 32,
+        bits_at=scales_at,
+        scales_at=scales_at,
+        minima_at=scales_at,
+        code_scale=1,
         signed=True,
         minimum=False,
-        load=old.load,
+        load=load_4,
         fragments=fragments,
         scale_bytes=1,
     )
 
 
-def _half_fives(tile: TileFormat) -> HalfFormat:
-    scales_at = tile.scales_at
-    minus_zero, thirty_second = 0x80108010, 0x28002800  # -16 * 2^-24, and 2^-5
+def _half_e2m1(tile: TileFormat) -> HalfFormat:
+    scales_at, halves = tile.scales_at, E2M1_HALVES
+    two_to_minus_9 = 0x18001800  # so that products are multiples of 2^-24, as those of other codes
 
     @cuda.jit(device=True, forceinline=True)
     def scales(m, offset, lane, half):
@@ -227,35 +270,22 @@ def _half_fives(tile: TileFormat) -> HalfFormat:
         return uint32(load_u16(m, row_g)), uint32(load_u16(m, row_g + 4))
 
     @cuda.jit(device=True, forceinline=True)
-    def of_row(scales, row, block):
-        """(for codes where they are, for codes 5 bits up, offset)"""
-        d = prmt(scales[row], 0, 0x1414 if block else 0x0404)
-        return d, hmul2(d, thirty_second), hmul2(d, minus_zero)
-
-    @cuda.jit(device=True, forceinline=True)
     def multipliers(scales, block):
-        return of_row(scales, 0, block), of_row(scales, 1, block)
-
-    @cuda.jit(device=True, forceinline=True)
-    def weights(w, n, of_row):
-        low, high, offset = of_row
-        if n == LAST:
-            return hfma2(last_pair(w), low, offset)
-        word = uint32(w[n // 3])
-        if n % 3 == 1:
-            return hfma2(word & uint32(0x03E003E0), high, offset)
-        if n % 3 == 2:
-            word = word >> uint32(10)
-        return hfma2(word & uint32(0x001F001F), low, offset)
+        upper = 0x1414 if block else 0x0404
+        return (
+            hmul2(prmt(scales[0], 0, upper), two_to_minus_9),
+            hmul2(prmt(scales[1], 0, upper), two_to_minus_9),
+        )
 
     @cuda.jit(device=True, forceinline=True)
     def fragments(w, step, multipliers):
-        n, (of_g, of_h) = 4 * step, multipliers
+        g, h = w[2 * (step >> 1)], w[2 * (step >> 1) + 1]
+        of_g, of_h = multipliers
         return (
-            weights(w, n, of_g),
-            weights(w, n + 1, of_h),
-            weights(w, n + 2, of_g),
-            weights(w, n + 3, of_h),
+            hmul2(halves(g, step & 1, 0), of_g),
+            hmul2(halves(h, step & 1, 0), of_h),
+            hmul2(halves(g, step & 1, 1), of_g),
+            hmul2(halves(h, step & 1, 1), of_h),
         )
 
     return HalfFormat(
@@ -264,6 +294,6 @@ def _half_fives(tile: TileFormat) -> HalfFormat:
         scales=scales,
         multipliers=multipliers,
         fragments=fragments,
-        n_words=5,
+        n_words=4,
         n_scales=2,
     )
