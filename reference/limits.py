@@ -129,6 +129,9 @@ WEIGHT_NMSE: Final[dict[str, dict[str, float]]] = {
 }
 WEIGHT_NMSE["llm"] = WEIGHT_NMSE["normal"]  # only A has outliers
 
+# The same of Q4_0 of which two of each four weights are kept: 2^24 weights.
+PRUNED_NMSE: Final = {"uniform": 0.2064, "normal": 0.1416, "llm": 0.1416}
+
 # What Q8_1 activations add to that, from the exact sum of codes up to llama.cpp's sum of raw values
 # (which leaves s and the codes at odds, 4-6 times worse for the formats with an offset).
 # "llm": an outlier sets d for its block, and the 31 others are rounded 20 times more coarsely. How
@@ -196,6 +199,8 @@ def limits(
     energies = np.ones(rows * columns) if size is None else size.ravel() ** 2
     kernel = _kernel_limit(family, problem, operands, _most_of_mean(energies))
     expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
+    if problem.pruned:
+        expected = PRUNED_NMSE.get(problem.distribution)
     drawn = problem.distribution in WEIGHT_NMSE and not FORMATS[problem.format].written
     if not problem.knows_floats or (expected is None and not drawn):
         return Limits(kernel, None, None)  # nothing is known to be lost in quantizing the weights
@@ -216,7 +221,7 @@ def limits(
             product = (added[0] * (1 - slack), (SCALE_NMSE + added[1]) * (1 + slack))
         return Limits(kernel, product, None)
     if count >= FEWEST_OUTPUTS:
-        classical = operands != "int8" and problem.format in WEIGHT_FORMATS
+        classical = operands != "int8" and problem.format in WEIGHT_FORMATS and not problem.pruned
         most = CLASSICAL if classical else math.inf  # more is asked of no others
         high = min((expected + added[1]) * (1 + slack), most)
         product = ((expected + added[0]) * (1 - slack), high)

@@ -24,13 +24,14 @@ in which the distribution is that of A.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
+from qformats.repack import prune
 from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from reference.drawn import REACH, integer_blocks, random_blocks
 from reference.exact import (
@@ -69,7 +70,8 @@ class Problem:
     """The inputs of one product; see the module's docstring for the distributions.
 
     Raises ValueError (TypeError for a size that is no int), naming the numbers, when a size is
-    not positive, K is not a multiple of 32 (256 for K-quants), or a name is unknown.
+    not positive, K is not a multiple of 32 (256 for K-quants), or a name is unknown. pruned: as
+    `qformats.repack.prune` does it, of Q4_0.
     """
 
     m: int
@@ -79,6 +81,7 @@ class Problem:
     distribution: str = "normal"
     seed: int = 0
     input: str = "float32"
+    pruned: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "seed"):
@@ -177,7 +180,11 @@ class Problem:
     @cached_property
     def blocks(self) -> Array:
         """The quantized weights, structured[N, K/32] or, of K-quants, [N, K/256], of the format's
-        dtype."""
+        dtype; where `pruned`, two of each four along K are 0."""
+        return frozen(prune(self._made)) if self.pruned else self._made
+
+    @property
+    def _made(self) -> Array:
         if self.distribution == "golden":
             return frozen(GOLDEN[self.format].blocks.copy())
         extreme = self.distribution == "extreme"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -27,12 +27,14 @@ Family = Literal["A16", "A8"]
 """How a kernel reads its activations: A16 as floating point, A8 quantized on the GPU to int8, with
 a scale per 32 values (Q8_1) or, in a "fast" kernel, per token."""
 
-Accuracy = Literal["exact", "fast"]
+Accuracy = Literal["exact", "fast", "pruned"]
 """exact: the kernel multiplies the weights as their format stores them, rounded to float16 at most.
-fast: it requantizes them to int8 with one scale per row, and is used only when asked for."""
+fast: it requantizes them to int8 with one scale per row, and is used only when asked for.
+pruned: it multiplies two of each four weights along K (`qformats.repack.prune`), and is a lesson:
+`gemm` never takes it."""
 
-ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
-"""Asking for one allows those before it, too."""
+ACCURACIES: Final[tuple[Accuracy, ...]] = ("exact", "fast")
+"""Those that can be asked for. Asking for one allows those before it, too."""
 
 COARSE_IS_GONE: Final = 'it was 1.02x as fast as "fast" at the median of 75 sizes and less exact'
 """Why there is no accuracy "coarse" any more: see results/worklog/step15.md."""
@@ -177,7 +179,7 @@ class Kernel:
         weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
-    accuracy: "fast" for a kernel that changes its weights, see `Accuracy`.
+    accuracy: "fast" or "pruned" for a kernel that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
     invariant: the families in which the launch heeds `Shape.invariant`.

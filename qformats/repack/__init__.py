@@ -2,6 +2,7 @@
 
 fields.py         codes, scales and offsets apart; K outermost (steps 1 to 6)
 fragments.py      fragment-packed tiles of 16 rows x 128 K, as tensor cores take them (from step 7)
+pruned.py         the same of Q4_0 of which two of each four weights are kept (step 22)
 requantized.py    the same of weights requantized to int8 (from step 15)
 
 `k_outermost`, `tiles`, `byte_tiles` and `byte_weights` take a matrix of blocks, structured
@@ -27,6 +28,7 @@ from qformats.repack.fragments import (
     TILE_ROWS,
     tiles,
 )
+from qformats.repack.pruned import PRUNED_GROUP, PRUNED_TILE_BYTES, prune, pruned_tiles
 from qformats.repack.requantized import (
     BYTE_SCALE,
     BYTE_ZERO,
@@ -48,6 +50,8 @@ __all__ = [
     "KNOWN",
     "MINIMUM_SCALE",
     "MMA_ORDER",
+    "PRUNED_GROUP",
+    "PRUNED_TILE_BYTES",
     "TILE_GROUP",
     "TILE_K",
     "TILE_ROWS",
@@ -56,5 +60,7 @@ __all__ = [
     "byte_tiles",
     "byte_weights",
     "k_outermost",
+    "prune",
+    "pruned_tiles",
     "tiles",
 ]

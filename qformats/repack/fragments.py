@@ -123,9 +123,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         scaled, d = blocks.copy(), blocks["d"].astype(np.float64)
         m = blocks["m"].astype(np.float64) if "m" in (fmt.dtype.names or ()) else None
     with np.errstate(invalid="ignore"):  # a NaN of any kind is a NaN
-        power = 15 - _exponent(d, -128 if fmt.name == "mxfp4" else -24)
+        power = 15 - largest_exponent(d, -128 if fmt.name == "mxfp4" else -24)
         if m is not None:
-            power = np.minimum(power, 24 - _exponent(m, -24))
+            power = np.minimum(power, 24 - largest_exponent(m, -24))
         row_power = power.reshape(-1, *[1] * (d.ndim - 1))
         scaled["d"] = _as_scales(np.ldexp(d, row_power), scaled.dtype["d"])
         if m is not None:
@@ -140,7 +140,7 @@ def _as_scales(d: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
     return (d.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8) if dtype == np.uint8 else d
 
 
-def _exponent(x: NDArray[np.float64], least: int) -> NDArray[np.int32]:
+def largest_exponent(x: NDArray[np.float64], least: int) -> NDArray[np.int32]:
     """floor(log2) of the largest finite |value| of each row, at least `least`, the exponent of the
     smallest scale there is."""
     size = np.abs(x.reshape(len(x), -1))

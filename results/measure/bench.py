@@ -34,7 +34,7 @@ from steps.checks.cases import Routing, routing
 from steps.checks.select import branches
 from steps.contract import Family, Kernel, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
-from steps.product.choice import Choice
+from steps.product.choice import Choice, of_gemm
 from steps.registry import kernel_of, kernels, lesson_of
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
@@ -184,12 +184,12 @@ def _able(
 
 def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
     """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out, and
-    lessons on experts."""
+    what `gemm` does not call."""
     found = {
         (step.branch, step.accuracy): step
         for step in ladder
         if step.branch != "cuda_cores"
-        and routing(step, step.home_shapes[0]) is None
+        and of_gemm(step)
         and step.supports(step.formats[0], step.families[-1], cc) is None
     }
     return tuple(found.values())

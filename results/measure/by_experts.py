@@ -175,7 +175,7 @@ class ExpertsShared(Shared):
         return self._bits[key]
 
     def reference(self, work: Work, input: str) -> Reference:
-        key = (work.format, input)
+        key = (work.format, input, False)
         if key not in self._references:
             problem = self.data.problem(work.format, self.m, input)
             self._references[key] = Reference(problem, COMPARED)

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
+from qformats.repack import prune
 from reference import Check, Problem, Reference, check
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from results.measure import cublas
@@ -165,7 +166,8 @@ class PartOf(Problem):
 
     @cached_property
     def blocks(self) -> np.ndarray:
-        return self._source.blocks(self.format)
+        blocks = self._source.blocks(self.format)
+        return prune(blocks) if self.pruned else blocks
 
     @property
     def knows_floats(self) -> bool:
@@ -208,7 +210,7 @@ class Shared:
         self._a: dict[str, Any] = {}
         self._blank: dict[str, Any] = {}
         self._activations: dict[tuple[Any, ...], Any] = {}
-        self._references: dict[tuple[str, str], Reference] = {}
+        self._references: dict[tuple[str, str, bool], Reference] = {}
         self._bits: dict[int, Any] = {}
         self.passes: dict[tuple[Any, ...], Contestant] = {}
 
@@ -282,11 +284,11 @@ class Shared:
         """What is right; float16 A is one of its own for A16 alone, whose recipe differs, bfloat16
         A has numbers of its own."""
         dtype = input if work.family == "A16" or input == "bfloat16" else "float32"
-        key = (work.format, dtype)
+        pruned = work.step.accuracy == "pruned"
+        key = (work.format, dtype, pruned)
         if key not in self._references:
-            m, n, k = self.shape
-            distribution, seed = self.data.distribution, self.data.seed
-            problem = PartOf(m, n, k, work.format, distribution, seed, dtype, self.data)
+            given = (*self.shape, work.format, self.data.distribution, self.data.seed, dtype)
+            problem = PartOf(*given, self.data, pruned=pruned)
             self._references[key] = Reference(problem, COMPARED)
         return self._references[key]
 

@@ -74,7 +74,7 @@ class Row(Sized):
     home: bool = False  # the shape is one where the step is compared with its parent
     input: str = "float32"  # the dtype of A
     output: str = "float32"  # the dtype of C
-    accuracy: str = "exact"  # or "fast": the step changes its weights (Step.accuracy)
+    accuracy: str = "exact"  # or "fast", "pruned": it changes its weights (Step.accuracy)
     status: Status
     why: str | None = None  # a sentence unless status is "ok"
     kernel_us: float | None = None

@@ -16,13 +16,15 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.repack import prune
 from qformats.storage import storage_format
 from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
-from steps.checks.cases import require_depth, routing
+from steps.checks.cases import require_depth
 from steps.checks.select import ALL_FORMATS, UsageError, select
 from steps.contract import Family, Kernel
 from steps.kernels.parts.activations.layouts import inputs
+from steps.product.choice import of_gemm
 from steps.registry import find, kernel_of
 
 ROWS: Final = ("plain", "nan", "inf", "zeros", "ones", "small", "tiny", "large")
@@ -136,9 +138,11 @@ class FuzzCase:
     def blocks(self) -> np.ndarray:
         """The weights, structured [N, K/32] or [N, K/256]: those of all cases that differ in A and
         in calls alone."""
+        pruned = self.kernel.accuracy == "pruned"
         if self.weights == "most":  # as large as codes can make them, and all alike
-            return FORMATS[self.format].quantize(np.full((self.n, self.k), -0.125, np.float32))
-        return Problem(1, self.n, self.k, self.format, self.data, self.w).blocks
+            made = FORMATS[self.format].quantize(np.full((self.n, self.k), -0.125, np.float32))
+            return prune(made) if pruned else made
+        return Problem(1, self.n, self.k, self.format, self.data, self.w, pruned=pruned).blocks
 
     def problem(self, blocks: np.ndarray | None = None) -> GivenProblem:
         """The product; blocks: the weights, where they are made already."""
@@ -199,14 +203,14 @@ def cases(
 
 def works(steps: Sequence[Kernel], cc: tuple[int, int] | None) -> list[FuzzCase]:
     """What the kernels and their lessons multiply on such a GPU: each kernel, family, format and
-    dtypes, as a case without a shape. A lesson on experts, which `gemm` does not call, multiplies
-    one. UsageError where there is nothing."""
+    dtypes, as a case without a shape. Those that `gemm` does not call are lessons; one on experts
+    multiplies one. UsageError where there is nothing."""
     select(steps, ALL_FORMATS, None, cc)
     both = [(step, lesson) for step in steps if (lesson := find(step.number))]
     return [
         FuzzCase(
             *(one.number, family, name, 1, 1, 1, a, c),
-            lesson=which or int(routing(one, (1, 1, 32)) is not None),
+            lesson=which or int(not of_gemm(one)),
         )
         for step, lesson in both
         for which, one in enumerate([step] if lesson is step else [step, lesson])
@@ -242,7 +246,7 @@ def sharing(
     else:
         n = log_between(rng, 1, 5000)
         k = size * log_between(rng, 1, max(1, min(16384, GPU_WEIGHTS // n) // size))
-    if rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy != "exact"):
+    if rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy == "fast"):
         n, k = min(n, 8), DEEP
     data, weights = one_of(rng, DATA), "drawn"
     if data != "integer" and work.format in WEIGHT_FORMATS and rng.random() < 0.1:

@@ -65,10 +65,13 @@ def drawn(
     seed: int,
     input: str = "float32",
     routed: Routing | None = None,
+    pruned: bool = False,
 ) -> Problem:
     """The problem of a case; kept, as every step solves the same ones."""
     given = (*shape, format_name, distribution, seed, input)
-    return Problem(*given) if routed is None else ExpertsProblem(*given, *routed)
+    if routed is not None:
+        return ExpertsProblem(*given, *routed)
+    return Problem(*given, pruned=pruned)
 
 
 def check_works(
@@ -120,8 +123,10 @@ def _results(
             if problem_of is not None:
                 one = problem_of(input)
             else:
-                routed = routing(work.step, case.shape)
-                one = drawn(work.format, case.shape, case.distribution, case.seed, input, routed)
+                one = drawn(
+                    work.format, case.shape, case.distribution, case.seed, input,
+                    routing(work.step, case.shape), work.step.accuracy == "pruned",
+                )  # fmt: skip
             yield case, verify(work.step, work.family, one, machine(case.order), bits, output)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())

@@ -118,6 +118,7 @@ from steps.instructions.warpgroup import (
     wgmma_f16,
     wgmma_fence,
     wgmma_s8,
+    wgmma_sparse_f16,
     wgmma_wait,
     zeros_f32,
     zeros_i32,

@@ -16,6 +16,10 @@ or 32 int8. N is 8, 16, 24, 32 or a multiple of 16 up to 256.
 
     B, in shared memory, where a *descriptor* says (`matrix_descriptor`, `swizzled_descriptor`).
 
+A product whose A is *sparse*, `wgmma_sparse_f16`, has a K twice as long in the same time: of each
+four neighbours along K at most two are not zero, and A holds those alone, with their positions
+beside them ("metadata").
+
 It returns at once. Multiplications are closed into groups (`wgmma_commit`) and waited for
 (`wgmma_wait`), and until then the accumulators belong to the tensor cores and B must stay as it is:
 
@@ -78,8 +82,20 @@ def _through(context, builder, tuple_type, values, text, operands=(), constraint
     return pack(context, builder, tuple_type, parts)
 
 
-def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: tuple, doc: str):
-    """One of the multiplications: its PTX for every N, and its twin."""
+def _wgmma(
+    name: str,
+    shape: str,
+    numbers: str,
+    accumulator,
+    tail: str,
+    dtypes: tuple,
+    doc: str,
+    selector: int | None = None,
+):
+    """One of the multiplications: its PTX for every N, and its twin. selector: of a sparse A, whose
+    metadata is an operand behind the descriptor."""
+    sparse, metadata = ("", "") if selector is None else (".sp", f" ${{}}, {selector},")
+    operands = (*[uint32] * 4, int64, *([] if selector is None else [uint32]), int32)
     host = np.float32 if accumulator == float32 else np.int32
 
     def typing(given):
@@ -91,7 +107,7 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: 
                 f"{name} got {acc.count} accumulators, half of N: N is 8, 16, 24, 32 or a multiple "
                 "of 16 up to 256"
             )
-        return acc, (acc, *[uint32] * 4, int64, int32)
+        return acc, (acc, *operands)
 
     def lower(context, builder, signature, arguments):
         tuple_type = signature.return_type
@@ -101,18 +117,18 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: 
         a0 = 2 * count
         a = ",".join(f"${a0 + i}" for i in range(4))
         text = (
-            f"{{.reg .pred p; setp.ne.b32 p, ${a0 + 5}, 0; "
-            f"wgmma.mma_async.sync.aligned.m64n{2 * count}{shape}.{numbers} "
-            f"{{{d}}}, {{{a}}}, ${a0 + 4}, p{tail};}}"
+            f"{{.reg .pred p; setp.ne.b32 p, ${a0 + len(operands) - 1}, 0; "
+            f"wgmma.mma_async{sparse}.sync.aligned.m64n{2 * count}{shape}.{numbers} "
+            f"{{{d}}}, {{{a}}}, ${a0 + 4},{metadata.format(a0 + 5)} p{tail};}}"
         )
-        constraints = (*"rrrr", "l", "r")
+        constraints = ("l" if each is int64 else "r" for each in operands)
         return _through(context, builder, tuple_type, values, text, arguments[1:], constraints)
 
     def twin(lanes):
-        return begin(lanes, dtypes, host)
+        return begin(lanes, dtypes, host, selector)
 
     twin.__name__, twin.__doc__ = name, doc
-    casts = (as_it_is, *[cast_of(uint32)] * 4, cast_of(int64), cast_of(int32))
+    casts = (as_it_is, *map(cast_of, operands))
     return define(
         twin,
         f".{numbers} ",
@@ -154,6 +170,44 @@ wgmma_s8 = _wgmma(
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B in int32, modulo 2^32; bytes of A and B "
     "signed. IGMMA.",
 )
+
+
+@cache
+def wgmma_sparse_f16(selector: int):
+    """The instruction (acc, a0..a3, descriptor, metadata, accumulate) -> acc + A @ B, or A @ B
+    where accumulate is 0, of a sparse A[64, 32] and B[32, N] in float16, with float32 sums.
+
+    Of four neighbours along K, A has two: the fragments a0..a3 are those of a matrix [64, 16], the
+    kept numbers of each row in the order of K. So a register of lane 4g + t is one group of four:
+
+        a0   row g       K 4t .. 4t + 3           a2   row g       K 16 + 4t .. 16 + 4t + 3
+        a1   row g + 8   the same                 a3   row g + 8   the same
+
+    metadata, a word of two lanes of each four (quads), has four bits for each group of four along
+    K, the lowest bits for the first group: the position 0 to 3 of the lower half of the register,
+    then that of the upper half, which is another.
+
+        lane 4g + 2 selector         bits 0-15: row g, K 0 to 15      bits 16-31: row g + 8
+        lane 4g + 2 selector + 1     bits 0-15: row g, K 16 to 31     bits 16-31: row g + 8
+
+    The words of the other two lanes are not read. So one register a lane is the metadata of two
+    products: a factory, as PTX takes the selector, 0 or 1, as an immediate (PTX ISA, "Asynchronous
+    warpgroup-level multiply-and-accumulate operation using wgmma.mma_async.sp"). B has 64 bytes
+    along K: with rows of 128 bytes, swizzled, the second product is at descriptor + 4.
+    """
+    if selector not in (0, 1):
+        raise ValueError(f"wgmma_sparse_f16 takes 0 or 1 for a selector, got {selector}")
+    return _wgmma(
+        f"wgmma_sparse_f16_{selector}",
+        "k32",
+        "f32.f16.f16",
+        float32,
+        ", 1, 1, 0",
+        (np.float16, np.float16),
+        f"wgmma with a sparse A whose metadata lanes 4g + {2 * selector} and 4g + "
+        f"{2 * selector + 1} hold.",
+        selector,
+    )
 
 
 @ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, only=_HOPPER)

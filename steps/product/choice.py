@@ -345,10 +345,18 @@ def families(kernel: Kernel, request: Request) -> list[Family]:
     return [one for one in wanted if reads(kernel, one, request)]
 
 
+def of_gemm(kernel: Kernel) -> bool:
+    """Whether it is a kernel of `gemm`: lessons on experts and on pruned weights are not."""
+    experts = isinstance(kernel.activations[kernel.families[-1]], RowsByIds)
+    return not experts and kernel.accuracy in ACCURACIES
+
+
 def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str | None:
     """None, or one sentence saying why a kernel cannot do what is asked on such a GPU."""
     family = known_family(request.family or kernel.families[-1])
-    if isinstance(kernel.activations[kernel.families[-1]], RowsByIds):
+    if not of_gemm(kernel):
+        if kernel.accuracy == "pruned":
+            return f"step {kernel.number} prunes its weights, and is a lesson: gemm never does"
         return f"step {kernel.number} multiplies experts, which ids choose: call steps.experts"
     if why := kernel.supports(request.format, family, cc, request.c):
         return why

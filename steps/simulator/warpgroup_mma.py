@@ -116,8 +116,10 @@ class Multiplication:
         tile.under_way += 1
 
     def _read(self) -> np.ndarray:
-        """B as uint8[N, 32], from where the descriptor says."""
-        first, places = _places_of_b(self.descriptor, self.tile.values.shape[1])
+        """B as uint8[N, bytes of K], from where the descriptor says."""
+        first, places = _places_of_b(
+            self.descriptor, self.tile.values.shape[1], 4 * self.a.shape[1]
+        )
         extent = int(places.max()) + 1
         where = self.block.memory.holding(first, extent)
         if where is None:
@@ -148,8 +150,11 @@ class Multiplication:
         tile.under_way -= 1
 
 
-def begin(lanes: list[list], dtypes: tuple, accumulator: type) -> list[Accumulators]:
-    """A wgmma of one warpgroup, from (acc, a0, a1, a2, a3, descriptor, accumulate) of each lane."""
+def begin(
+    lanes: list[list], dtypes: tuple, accumulator: type, selector: int | None = None
+) -> list[Accumulators]:
+    """A wgmma of one warpgroup, from (acc, a0, a1, a2, a3, descriptor, accumulate) of each lane;
+    with a selector A is sparse, and its metadata comes behind the descriptor."""
     block, group = _warpgroup()
     commits = _commits(block, group)
     threads = block.lanes[WARPGROUP * group : WARPGROUP * (group + 1)]
@@ -159,17 +164,38 @@ def begin(lanes: list[list], dtypes: tuple, accumulator: type) -> list[Accumulat
         raise SimulatorError(
             f"each group of wgmma begins with wgmma_fence, which {in_words(unfenced)} did not call"
         )
-    if len({tuple(lane[5:]) for lane in lanes}) > 1:
+    if len({(lane[5], lane[-1]) for lane in lanes}) > 1:
         raise SimulatorError("the threads of a warpgroup give wgmma different descriptors or flags")
     tile = _tile([lane[0] for lane in lanes], accumulator)
     words = np.array([lane[1:5] for lane in lanes], np.uint32).reshape(4, WARP, 4)
     rows = np.empty((4, 16, _K_BYTES // 4), np.uint32)
     rows[:, A_ROW, A_WORD] = words
-    descriptor, adds = lanes[0][5:]
+    descriptor, adds = lanes[0][5], lanes[0][-1]
     a = rows.reshape(_ROWS, -1)
+    if selector is not None:
+        a = _dense(a, np.array([lane[6] for lane in lanes], np.uint32), selector)
     begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, group, commits)
     block.multiplying.setdefault(group, []).append(begun)
     return [Accumulators(tile, i) for i in range(len(lanes))]
+
+
+def _dense(kept: np.ndarray, metadata: np.ndarray, selector: int) -> np.ndarray:
+    """A sparse A with its zeros: words [64, 8], two kept 16-bit numbers each, as words [64, 16]."""
+    words = metadata.reshape(4, 8, 4)[..., 2 * selector : 2 * selector + 2]  # [warp, g, half of K]
+    bits = np.stack([words & 0xFFFF, words >> 16], axis=1)  # [warp, row g or g + 8, g, half of K]
+    fours = bits[..., None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
+    fours = fours.reshape(_ROWS, 8)
+    first, second = fours & 3, fours >> 2
+    if (wrong := first == second).any():
+        row, group = np.argwhere(wrong)[0]
+        raise SimulatorError(
+            f"the metadata of a sparse wgmma gives two numbers of row {row}, K {4 * group} to "
+            f"{4 * group + 3}, the position {first[row, group]}: they need two positions"
+        )
+    a = np.zeros((_ROWS, 8, 4), np.uint16)
+    for positions, numbers_of in ((first, kept & 0xFFFF), (second, kept >> 16)):
+        np.put_along_axis(a, positions[..., None].astype(int), numbers_of[..., None], axis=2)
+    return a.reshape(_ROWS, -1).view(np.uint32)
 
 
 def wait(handed: list, newest: int) -> list:
@@ -240,34 +266,35 @@ def _places(n: int) -> tuple[np.ndarray, np.ndarray]:
     return rows.reshape(128, -1), columns.reshape(128, -1)
 
 
-def _places_of_b(descriptor: int, n: int) -> tuple[int, np.ndarray]:
-    """An address in shared memory and how far from it each byte of B[n, 32] lies."""
+def _places_of_b(descriptor: int, n: int, k_bytes: int) -> tuple[int, np.ndarray]:
+    """An address in shared memory and how far from it each byte of B[n, k_bytes] lies."""
     start, leading, stride = (16 * (descriptor >> bit & 0x3FFF) for bit in (0, 16, 32))
     swizzle = descriptor >> 62 & 3
     if not swizzle:
-        return start, _core_matrices(n, leading, stride)
+        return start, _core_matrices(n, k_bytes, leading, stride)
     within = start % (8 * SWIZZLED_ROW)  # from the first of eight rows
-    if swizzle != SWIZZLE_128B or within % _K_BYTES or within >= SWIZZLED_ROW:
+    if swizzle != SWIZZLE_128B or within % k_bytes or within >= SWIZZLED_ROW:
         raise SimulatorError(
             f"the descriptor {descriptor:#x} of wgmma has no layout known here: rows swizzled over "
-            "128 bytes begin at a multiple of 1024, and 32 bytes along K at a multiple of 32"
+            f"128 bytes begin at a multiple of 1024, and {k_bytes} bytes along K at a multiple of "
+            f"{k_bytes}"
         )
-    return start - within, _swizzled_rows(n, within, stride)
+    return start - within, _swizzled_rows(n, k_bytes, within, stride)
 
 
 @cache
-def _core_matrices(n: int, leading: int, stride: int) -> np.ndarray:
-    """How far each byte of B[n, 32] lies from the first one."""
-    tiles, halves = stride * np.arange(n // 8), leading * np.arange(2)
+def _core_matrices(n: int, k_bytes: int, leading: int, stride: int) -> np.ndarray:
+    """How far each byte of B[n, k_bytes] lies from the first one."""
+    tiles, chunks = stride * np.arange(n // 8), leading * np.arange(k_bytes // 16)
     within = np.arange(_CORE).reshape(8, 1, 16)
-    places = tiles[:, None, None, None] + within + halves[:, None]
-    return places.reshape(n, _K_BYTES)
+    places = tiles[:, None, None, None] + within + chunks[:, None]
+    return places.reshape(n, k_bytes)
 
 
 @cache
-def _swizzled_rows(n: int, within: int, stride: int) -> np.ndarray:
-    """How far each byte of B[n, 32] lies from its first row; `within` is its first byte in a row
-    that is not swizzled."""
+def _swizzled_rows(n: int, k_bytes: int, within: int, stride: int) -> np.ndarray:
+    """How far each byte of B[n, k_bytes] lies from its first row; `within` is its first byte in a
+    row that is not swizzled."""
     row = np.arange(n)[:, None]
-    places = row // 8 * stride + row % 8 * SWIZZLED_ROW + within + np.arange(_K_BYTES)
+    places = row // 8 * stride + row % 8 * SWIZZLED_ROW + within + np.arange(k_bytes)
     return places ^ (places // SWIZZLED_ROW % 8 * 16)

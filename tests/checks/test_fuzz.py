@@ -42,9 +42,10 @@ from steps.checks.verify import GUARD, multiply, operands, prepare, result
 from steps.contract import FLOATS, Kernel
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
+from steps.product.choice import of_gemm
 from steps.registry import find, kernel_of, kernels
 
-KERNELS = [kernel_of(step.number) for step in ladder() if step.branch != "experts"]
+KERNELS = [kernel_of(step.number) for step in ladder() if of_gemm(step)]
 DRAWN = list(islice(cases(18, KERNELS, None), 12))
 
 

@@ -38,6 +38,7 @@ from steps.instructions import (
     wgmma_f16,
     wgmma_fence,
     wgmma_s8,
+    wgmma_sparse_f16,
     wgmma_wait,
     zeros_f32,
     zeros_i32,
@@ -47,6 +48,7 @@ from tests.instructions.instruction_cases import Case
 
 wait_for_all = wgmma_wait(0)
 wait_for_all_but_one = wgmma_wait(1)
+sparse_0, sparse_1 = wgmma_sparse_f16(0), wgmma_sparse_f16(1)
 more_registers, fewer_registers = setmaxnreg_inc(240), setmaxnreg_dec(24)
 no_sums_f32 = zeros_f32(16)  # N = 32
 no_sums_i32 = zeros_i32(4)  # N = 8
@@ -219,6 +221,104 @@ def groups_kernel(a, d):
     second = wait_for_all(second)
     at = t + 512
     d[at], d[at + 128], d[at + 256], d[at + 384] = second[0], second[1], second[2], second[3]
+
+
+# --- a sparse A
+
+PAIRS = np.array([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110])
+"""The metadata of a group of four: first and second position, ascending."""
+
+
+def sparse_kernel(n: int, apart: bool) -> Any:
+    """D[64, n] = A[64, 64] B[64, n], A of two products of 32 K that share a word of metadata; then
+    the second one once more alone. B is stored by threads, in one of two layouts."""
+    half = n // 2
+    no_sums = zeros_f32(half)
+    leading, stride = (16 * n, 128) if apart else (128, 1024)
+    size = 128 * n
+
+    @cuda.jit
+    def multiply_sparse(a, metadata, b, d):
+        stage = cuda.shared.array(size, uint8, alignment=1024)
+        out = cuda.local.array(half, float32)
+        t = cuda.threadIdx.x
+        warp, g, quad = t >> 5, t >> 2 & 7, t & 3
+        for i in range(t, 8 * n, 128):
+            token, unit = i >> 3, i & 7
+            x = load_u32x4(b, 16 * i)
+            if apart:
+                at = (token >> 3) * stride + unit * leading + 16 * (token & 7)
+            else:
+                at = 128 * token + 16 * (unit ^ (token & 7))
+            store_u32x4(stage, at, x[0], x[1], x[2], x[3])
+        fence_proxy_async()
+        cuda.syncthreads()
+        x = load_u32x4(a, 4 * t)
+        y = load_u32x4(a, 4 * t + 512)
+        positions = metadata[t]
+        if apart:
+            where = matrix_descriptor(stage, 0, leading, stride)
+            further = where + (4 * leading >> 4)
+        else:
+            where = swizzled_descriptor(stage, 0)
+            further = where + 4
+        acc = no_sums()
+        wgmma_fence()
+        acc = sparse_1(acc, x[0], x[1], x[2], x[3], where, positions, 1)
+        acc = sparse_1(acc, y[0], y[1], y[2], y[3], further, positions, 0)
+        acc = sparse_0(acc, x[0], x[1], x[2], x[3], where, positions, 1)
+        wgmma_commit()
+        acc = wait_for_all(acc)
+        spread(out, acc)
+        for j in range(n // 8):
+            at = (16 * warp + g) * n + 8 * j + 2 * quad
+            d[at], d[at + 1] = out[4 * j], out[4 * j + 1]
+            d[at + 8 * n], d[at + 8 * n + 1] = out[4 * j + 2], out[4 * j + 3]
+
+    return multiply_sparse
+
+
+def sparse_inputs(rng, n):
+    kept, b = (rng.integers(-63, 64, shape) / 8 for shape in ((64, 32), (n, 64)))
+    fours = PAIRS[rng.integers(0, 6, (4, 2, 8, 2, 2, 4))].astype(np.uint32)
+    # [warp, row g or g + 8, g, product, half of K, group of four] -> words [warp, g, lane of four]
+    bits = (fours << np.arange(0, 16, 4, dtype=np.uint32)).sum(axis=-1, dtype=np.uint32)
+    words = bits[:, 0] | bits[:, 1] << np.uint32(16)
+    kept, b = kept.astype(np.float16), b.astype(np.float16)
+    return fragments(kept).reshape(-1), words.reshape(-1), b.view(np.uint8).reshape(-1)
+
+
+def sparse_expected(a, words, b):
+    n = b.size // 128
+    rows = np.empty((2, 4, 16, 8), np.uint32)
+    rows[:, :, A_ROW, A_WORD] = a.reshape(2, 4, 32, 4)
+    kept = np.ascontiguousarray(rows.reshape(2, 64, 8)).view(np.float16)
+    dense = np.zeros((2, 64, 32))
+    for product in range(2):
+        for row in range(64):
+            lane = 32 * (row // 16) + 4 * (row % 8) + 2 * product
+            for i in range(16):  # kept numbers along K, two of each four
+                word = int(words[lane + i // 8]) >> 16 * (row % 16 // 8)
+                place = word >> 4 * (i // 2 % 4) + 2 * (i % 2) & 3
+                dense[product, row, 4 * (i // 2) + place] = kept[product, row, i]
+    rows = np.concatenate([dense[0], dense[1]], axis=1)
+    return (
+        (rows @ b.view(np.float16).reshape(n, 64).astype(np.float64).T)
+        .astype(np.float32)
+        .reshape(-1),
+    )
+
+
+def sparse_case(n: int, apart: bool = True) -> Case:
+    return Case(
+        f"wgmma_sparse_n{n}",
+        sparse_kernel(n, apart),
+        lambda rng: sparse_inputs(rng, n),
+        sparse_expected,
+        block=128,
+        contains=(f"HGMMA.SP.64x{n}x32.F32",),
+        oldest="sm_90a",
+    )
 
 
 # --- bulk copies
@@ -566,6 +666,9 @@ CASES = (
     multiply_case(24, np.float16, apart=False),
     multiply_case(128, np.float16),
     multiply_case(256, np.float16),
+    sparse_case(8),
+    sparse_case(128, apart=False),
+    sparse_case(256),
     multiply_case(8, np.uint16),
     multiply_case(128, np.uint16, apart=False),
     multiply_case(16, np.int8),

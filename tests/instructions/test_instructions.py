@@ -103,7 +103,9 @@ def test_every_instruction_has_a_case():
     assert not {one_of(d.name) for d in INSTRUCTIONS.values()} - proven
 
 
-FACTORIES = "cp_async_wait|wgmma_wait|setmaxnreg_inc|setmaxnreg_dec|zeros_f32|zeros_i32"
+FACTORIES = (
+    "cp_async_wait|wgmma_wait|wgmma_sparse_f16|setmaxnreg_inc|setmaxnreg_dec|zeros_f32|zeros_i32"
+)
 
 
 def one_of(name: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from qformats import dequantize, quantize
+from qformats.repack import prune
 from reference import nmse
 from steps import contract
 from steps.checks.cases import routing
@@ -99,6 +100,16 @@ def last_block(choice: Choice, weights: Any, a: np.ndarray) -> np.ndarray:
     return out[-ROWS:]
 
 
+def format_for(kernel: Kernel) -> str:
+    return FORMAT if FORMAT in kernel.formats else kernel.formats[0]
+
+
+def blocks_for(kernel: Kernel, rng: np.random.Generator, n: int, k: int) -> np.ndarray:
+    """Weights [n, k] as the kernel multiplies them."""
+    blocks = quantize(_normal(rng, n, k), format_for(kernel))
+    return prune(blocks) if kernel.accuracy == "pruned" else blocks
+
+
 def require_some(c: np.ndarray, want: np.ndarray) -> None:
     """The outputs that are there are right."""
     there = c != 0
@@ -140,8 +151,8 @@ def test_the_last_rows_of_a_large_a(kernel: Kernel, family: Family, dtype: str, 
     for k in (128, 160, 288, 544, 2080):
         m = LARGE // k + ROWS
         sms(m if k == 128 else 132)  # blocks that share the tiles have one each, or share no tile
-        choice = Choice.of_work(Work(kernel, family, FORMAT), (m, n, k), dtype)
-        a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, n, k), FORMAT)
+        choice = Choice.of_work(Work(kernel, family, format_for(kernel)), (m, n, k), dtype)
+        a, blocks = mapped((m, k), array_dtype(dtype)), blocks_for(kernel, rng, n, k)
         a[-ROWS:] = _normal(rng, ROWS, k)
         try:
             c = last_block(choice, kernel.pack(blocks), a)
@@ -170,11 +181,11 @@ def test_the_last_columns_of_a_large_w_and_c(
         if routing(kernel, (m, n, k)) is not None:
             m = m // 8 * 8 + 9  # the last pair is the first of a group
         sms(n)
-        a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, 2 * TAIL, k), FORMAT)
+        a, blocks = mapped((m, k), array_dtype(dtype)), blocks_for(kernel, rng, 2 * TAIL, k)
         a[-ROWS:] = _normal(rng, ROWS, k)
         packed = zip(kernel.pack(blocks[TAIL:]), kernel.pack(blocks), strict=True)
         weights = [at_the_end(own, two, n, k) for own, two in packed]
-        choice = Choice.of_work(Work(kernel, family, FORMAT), (m, n, k), dtype)
+        choice = Choice.of_work(Work(kernel, family, format_for(kernel)), (m, n, k), dtype)
         try:
             c = last_block(choice, weights, a)[:, -TAIL:]
         except ValueError as error:

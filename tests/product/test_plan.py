@@ -14,11 +14,11 @@ from qformats import WEIGHT_FORMATS
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits
 from steps import gemm, ladder, pack
-from steps.checks.cases import routing
 from steps.compile.dry_run import REGION
 from steps.contract import Family, Kernel, array_dtype
 from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
+from steps.product.choice import of_gemm
 from steps.product.plan import Plan
 from steps.registry import kernel_of, kernels
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array, encoded
@@ -65,7 +65,7 @@ def test_a_plan_may_be_of_blocks_and_comes_from_the_package() -> None:
 
 def test_one_handle_serves_every_step_of_its_packing() -> None:
     machine = Simulator()
-    taken = [one for one in ladder() if routing(one, (M, N, K)) is None]  # not of experts
+    taken = [one for one in ladder() if of_gemm(one)]
     for layout in {step.pack: step for step in taken}:
         alike = [one for one in taken if one.pack is layout]
         handle = pack(PROBLEM.blocks, step=alike[-1].number, machine=machine)
@@ -406,7 +406,7 @@ def test_a_plan_equals_gemm_bit_for_bit_on_a_gpu(step: Kernel, family: Family, n
 
 IN_LAST_FAMILY = [
     pytest.param(one, one.families[-1], id=one.name)
-    for one in (kernel_of(step.number) for step in ladder() if step.branch != "experts")
+    for one in (kernel_of(step.number) for step in ladder() if of_gemm(step))
 ]
 
 

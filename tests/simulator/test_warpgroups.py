@@ -31,6 +31,7 @@ from steps.instructions import (
     wgmma_f16,
     wgmma_fence,
     wgmma_s8,
+    wgmma_sparse_f16,
     wgmma_wait,
     zeros_f32,
 )
@@ -53,6 +54,7 @@ RING = STAGES * STAGE_BYTES
 
 no_sums = zeros_f32(TOKENS // 2)
 wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+sparse = wgmma_sparse_f16(1)
 
 
 def pipeline(fault: str | None = None) -> Any:
@@ -493,6 +495,40 @@ def test_b_lies_in_shared_memory():
     refused(reading(8, 128, 128), "byte 8, 8 past a multiple of 16", kind=Misaligned)
     refused(reading(0, 40, 128), "leading of a matrix_descriptor is a multiple of 16 .* got 40")
     refused(reading(0, 128, 1 << 18), "stride of a matrix_descriptor is .* below 2.18, got 262144")
+
+
+def test_positions_of_a_sparse_a():
+    """Those of lanes 2 and 3 of each four, of which one has the same position twice; the words of
+    lanes 0 and 1 are not looked at. B has 64 bytes along K."""
+
+    def product(wrong: int, leading: int) -> Any:
+        @cuda.jit
+        def kernel(out):
+            stage = cuda.shared.array(512, uint8, alignment=128)
+            t = int32(cuda.threadIdx.x)
+            for i in range(4):
+                stage[t + 128 * i] = 0
+            fence_proxy_async()
+            cuda.syncthreads()
+            where = matrix_descriptor(stage, 0, leading, 512)
+            positions = 0x44444444 if t != wrong else 0x44544444
+            acc = no_sums()
+            wgmma_fence()
+            acc = sparse(acc, 0, 0, 0, 0, where, positions, 1)
+            wgmma_commit()
+            acc = wait_for_all(acc)
+            out[t] = acc[0] + acc[3]
+
+        return kernel
+
+    out = np.ones(128, np.uint32)
+    simulate(product(32 + 4 * 5 + 1, 128), 1, 128, (out,))
+    assert not out.any()
+    twice = "two numbers of row 29, K 20 to 23, the position 1: they need two"
+    refused(product(32 + 4 * 5 + 3, 128), twice)
+    refused(product(128, 256), "spans 896 bytes, which are not in one piece of shared memory")
+    with pytest.raises(ValueError, match="takes 0 or 1 for a selector, got 2"):
+        wgmma_sparse_f16(2)
 
 
 def test_accumulators_keep_their_values_when_they_are_multiplied_on():

@@ -47,7 +47,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 
 import steps
 from reference import Problem, check
-from steps.checks.cases import Routing, routing
+from steps.checks.cases import routing
 from steps.checks.run import drawn
 from steps.checks.verify import Prepared, operands, prepare, result
 from steps.contract import Family, Kernel, Size, Step
@@ -521,6 +521,7 @@ MORE_WORK: Final[dict[str, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] =
     **dict.fromkeys(("kernel17", "kernel18"), DECODE),
     # warps of more tiles of K than their rings have slots
     **dict.fromkeys(("step17", "step18"), ((1, (3, 20, 4256), "float16", {}),)),
+    "step22": tuple((1, shape, "float16", {}) for shape in ((1, 300, 160), (1, 300, 1440))),
     "step20": tuple((1, shape, "float16", {}) for shape in (*TWO_TILES, (20, 140, 416))),
     "step19": ((1, (3, 20, 2208), "float16", {}), (1, (44, 20, 96), "float16", {})),
 }
@@ -536,12 +537,14 @@ def cases_of(label: str) -> tuple[Case, ...]:
     step = SUBJECTS[label]
     modules = step.launch.__module__, heuristics_in(step).__name__
     found = []
+    minima = MINIMA if MINIMA in step.formats else step.formats[0]
     for family in step.families:
         found += [
             Case(shape, name, family, step.outputs[i % len(step.outputs)])
             for i, (shape, name) in enumerate(zip(SHAPES, FORMATS, strict=True))
+            if name in step.formats
         ]
-        found += [Case((9, 36, 96), MINIMA, family, output=dtype) for dtype in step.outputs[1:]]
+        found += [Case((9, 36, 96), minima, family, output=dtype) for dtype in step.outputs[1:]]
     work = [
         (sms, shape, step.outputs[0], constants)
         for one, sms, shape, constants in all_shared_work()
@@ -554,7 +557,7 @@ def cases_of(label: str) -> tuple[Case, ...]:
         work.append((1, RING, step.outputs[0], {"STAGES": 2}))
     for sms, shape, output, constants in work:
         given, family = tuple(constants.items()), step.families[-1]
-        found.append(Case(shape, MINIMA, family, output, sms, modules, given))
+        found.append(Case(shape, minima, family, output, sms, modules, given))
     return tuple(sorted(found, key=lambda case: math.prod(case.shape)))
 
 
@@ -584,7 +587,7 @@ class Wrong(Exception):
 
 def prepared_for(step: Kernel, label: str, case: Case, machine: Simulator) -> Prepared:
     """The operands and launches of a kernel, which is that of `label` or a mutant of it."""
-    problem = problem_of(case, input_of(step, case.family), routing(step, case.shape))
+    problem = problem_of(step, case, input_of(step, case.family))
     one, given = replace(step, pack=lambda _: packed(label, case)), (problem.tokens, problem.blocks)
     others = {"dtype": case.output, "ids": problem.ids}
     return prepare(one, case.family, case.format, *given, machine, **others)
@@ -603,22 +606,22 @@ def run(step: Kernel, label: str, case: Case, order: int, rounds: int = 1) -> No
     for _ in range(rounds):
         for launch in (*passes, prepared.launch):
             machine.run(launch)
-    problem = problem_of(case, input_of(step, case.family), routing(step, case.shape))
+    problem = problem_of(step, case, input_of(step, case.family))
     given = operands(prepared, machine)
     found = check(result(prepared, machine), problem, case.family, given)
     if not found.ok:
         raise Wrong(found.verdict)
 
 
-@cache
-def problem_of(case: Case, input: str, routed: Routing | None) -> Problem:
-    return drawn(case.format, case.shape, "normal", 11, input, routed)
+def problem_of(step: Kernel, case: Case, input: str) -> Problem:
+    routed, pruned = routing(step, case.shape), step.accuracy == "pruned"
+    return drawn(case.format, case.shape, "normal", 11, input, routed, pruned)
 
 
 @cache
 def packed(label: str, case: Case) -> tuple[np.ndarray, ...]:
     step = SUBJECTS[label]
-    return step.pack(problem_of(case, "float32", routing(step, case.shape)).blocks)
+    return step.pack(problem_of(step, case, "float32").blocks)
 
 
 # --- which cases reach a site ---------------------------------------------------------------------
@@ -836,6 +839,8 @@ EQUIVALENT: Final[dict[Key, str]] = {
             ("step14_persistent", "consume", 2),
             ("step20_sorted_prefill", "consume", 1),
             ("step20_sorted_prefill", "consume", 2),
+            ("step22_sparse_weights", "consume", 1),
+            ("step22_sparse_weights", "consume", 2),
             ("step15_wgmma_int8", "consume", 1),
             ("step15_wgmma_int8", "consume", 2),
         )

@@ -24,7 +24,12 @@ SHAPE = (4, 512, 1024)
 FEATURES = slice(0, 512, 64)
 CLASSICAL_LIMIT = 0.01
 A8_WITHIN_A16 = 1e-4
-LESSONS = [work for work in WORKS if isinstance(work.values[0], Step)]
+LESSONS = [
+    work
+    for work in WORKS
+    for kernel in work.values[:1]
+    if isinstance(kernel, Step) and kernel.accuracy != "pruned"  # which is 20 % off
+]
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "normal"])

@@ -47,7 +47,8 @@ class Machine:
 def check(step, name):
     for family in step.families:
         given = (step.inputs or ("float32",))[0]
-        problem = Problem(3, 21, 160, name, "integer", 0, given)
+        pruned = step.accuracy == "pruned"
+        problem = Problem(3, 21, 160, name, "integer", 0, given, pruned=pruned)
         c = np.full((3, 21), np.nan, step.outputs[0])
         given = (np.array(problem.a), Machine)
         if step.branch == "experts":  # one: that of all rows
@@ -57,8 +58,8 @@ def check(step, name):
                               step.pack(problem.blocks), a.arrays, c)
         for one in (*a.launches, launch):
             Machine.run(one)
-        w = problem.w.astype(np.float64)
-        x, exact = problem.a.astype(np.float64), step.accuracy == "exact"
+        w = FORMATS[name].dequantize(problem.blocks).astype(np.float64)
+        x, exact = problem.a.astype(np.float64), step.accuracy != "fast"
         if not exact:  # what it multiplies; the scales of rows are no powers of two
             codes, scales = byte_weights(problem.blocks)
             w = codes * scales.astype(np.float64)[:, None]
@@ -114,7 +115,7 @@ def test_a_step_runs_alone(half: int, tmp_path: Path) -> None:
         copy = shutil.copytree if (ROOT / one).is_dir() else shutil.copy
         copy(ROOT / one, tmp_path / one)
     some = LESSONS[half::2]
-    lessons = [f"{path_of(one)}={in_turn(one.number)}" for one in some]
+    lessons = [f"{path_of(one)}={in_turn(one.number, one.formats[:5])}" for one in some]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *lessons],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,

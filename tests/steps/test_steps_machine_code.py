@@ -82,7 +82,8 @@ def works() -> Iterator[pytest.param]:
         number, large, families = step.number, large_of(step), step.families
         seldom = step in ENGINEERED and number in COMPILED_BY_OTHERS
         own = next(n for n in WEIGHT_FORMATS if EVERY not in marks_of(step, n, shift=2, formats=1))
-        for family, name in itertools.product(families, WEIGHT_FORMATS):
+        formats = [name for name in WEIGHT_FORMATS if name in step.formats]
+        for family, name in itertools.product(families, formats):
             marks = [EVERY] if seldom else [*marks_of(step, name, shift=2, formats=1)]
             if EVERY in marks or not large:
                 yield one_work(step, family, name, marks=marks)

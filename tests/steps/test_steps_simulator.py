@@ -25,7 +25,16 @@ from steps.kernels.prefill import mma_tiles
 from steps.registry import find, kernel_of
 from tests.kernels.passes import RemembersPasses
 from tests.steps.test_bytes import product
-from tests.steps.works import ENGINEERED, WITH_LESSONS, WORKS, by_turn, in_turn, input_of, label_of
+from tests.steps.works import (
+    ENGINEERED,
+    WITH_LESSONS,
+    WORKS,
+    by_turn,
+    drawn_for,
+    in_turn,
+    input_of,
+    label_of,
+)
 
 DESCENDING = -1
 
@@ -49,7 +58,7 @@ def check_cases() -> Iterator[pytest.param]:
 
 
 def turn_of(step: Kernel, name: str) -> int:
-    return next(i for i in range(5) if name == in_turn(step.number + 2 * i))
+    return next(i for i in range(5) if name == in_turn(step.number + 2 * i, step.formats[:5]))
 
 
 @pytest.mark.parametrize(("step", "family", "name", "extremes", "shapes"), list(check_cases()))
@@ -60,6 +69,8 @@ def test_right_on_check_shapes(
     kernel whose lesson has one of the three, half of them. Distributions, seeds and lane orders go
     round too."""
     turn, parts = turn_of(step, name), 3 if isinstance(step, Step) else 2
+    if step.formats == (name,):
+        parts = 1
 
     def some(work: Work) -> tuple[Case, ...]:
         golden, extreme, *others = cases(name, simulated=True, step=step)
@@ -79,7 +90,7 @@ def test_exact_in_two_lane_orders_where_nothing_is_spoiled(
     """A missing barrier would show in at least one of these orders; the check shapes are in others
     besides. In the second one there are NaN and Inf among the activations (`gemm` does not look for
     them on a GPU) and in scales (which it refuses): they spoil their own rows and columns only."""
-    problem = Problem(9, 35, 96, name, "integer", seed=7, input=input_of(step, family))
+    problem = drawn_for(step, 9, 35, 96, name, "integer", seed=7, input=input_of(step, family))
     machine = RemembersPasses(DESCENDING)
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
     right = multiply(prepared, machine).copy()
@@ -172,7 +183,7 @@ def test_dtypes_of_a_and_c(
 ) -> None:
     """Right, and within the guard bands. Where A of 16 bits is not quantized there is no pass, but
     for bfloat16 that becomes float16."""
-    problem = Problem(*shape, name, distribution, input=source)
+    problem = drawn_for(step, *shape, name, distribution, input=source)
     if family == "A16" and source != "float32" and routing(step, shape) is None:
         make = step.activations[family]
         passes = source == "bfloat16" and make is all_float16_rows

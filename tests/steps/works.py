@@ -5,16 +5,17 @@ test_files_in_kernels, and one for each storage format in `STORED`."""
 from __future__ import annotations
 
 import itertools
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.repack import KNOWN
 from qformats.storage import storage_format
-from steps.checks.cases import routing
+from reference import Problem
 from steps.contract import Family, Kernel, Step
 from steps.kernels.parts.activations.layouts import reading_of
+from steps.product.choice import of_gemm
 from steps.registry import find, kernel_of, kernels, ladder
 
 ENGINEERED: Final = tuple(one for one in kernels() if one.launch is not find(one.number).launch)
@@ -39,6 +40,7 @@ WORKS = [
     pytest.param(kernel, family, name, id=f"{label_of(kernel)}-{family}-{name}")
     for kernel in (*ladder(), *ENGINEERED)
     for family, name in itertools.product(kernel.families, WEIGHT_FORMATS)
+    if name in kernel.formats
 ]
 
 
@@ -53,13 +55,18 @@ TAKEN = [
     work
     for work in WORKS
     for kernel in work.values[:1]
-    if kernel_of(kernel.number).launch is kernel.launch and routing(kernel, (1, 1, 32)) is None
+    if kernel_of(kernel.number).launch is kernel.launch and of_gemm(kernel)
 ]
 
 
-def in_turn(number: int) -> str:
+def drawn_for(kernel: Kernel, *given: Any, **others: Any) -> Problem:
+    """The problem of a kernel: of one that prunes its weights, with pruned weights."""
+    return Problem(*given, **others, pruned=kernel.accuracy == "pruned")
+
+
+def in_turn(number: int, formats: tuple[str, ...] = WEIGHT_FORMATS) -> str:
     """One of the formats: tests of what all formats share take one each, and go round."""
-    return WEIGHT_FORMATS[number % len(WEIGHT_FORMATS)]
+    return formats[number % len(formats)]
 
 
 def marks_by_turn(number: int, name: str, formats: int = 2) -> tuple[pytest.MarkDecorator, ...]:
@@ -76,6 +83,8 @@ def marks_of(
 ) -> tuple[pytest.MarkDecorator, ...]:
     """The same, where a lesson and the kernel that it teaches share the formats: the lesson has the
     first, its kernel the others, and one at least."""
+    if kernel.formats == (name,):
+        return ()
     number = kernel.number + shift
     if number - shift not in WITH_LESSONS:
         return marks_by_turn(number, name, formats)

@@ -66,8 +66,10 @@ class Subject:
     def problem_for(self, step: Step) -> Problem:
         """With A of the step's dtype."""
         source, case = inputs(step, self.family)[0], self.case
-        routed = routing(step, case.shape)
-        return drawn(self.format, case.shape, case.distribution, case.seed, source, routed)
+        return drawn(
+            self.format, case.shape, case.distribution, case.seed, source,
+            routing(step, case.shape), step.accuracy == "pruned",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
