@@ -50,7 +50,9 @@ def known_accuracy(name: str) -> Accuracy:
     raise ValueError(f"accuracy is {name!r}: it must be one of {', '.join(ACCURACIES)}")
 
 
-Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
+Unit = Literal[
+    "fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16", "tensor_sparse"
+]
 """The arithmetic unit whose measured peak bounds a kernel (`results.measure.limits`)."""
 
 

@@ -46,7 +46,6 @@ Prerequisites
 from __future__ import annotations
 
 from functools import cache
-from math import gcd
 from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint8, uint32
@@ -93,7 +92,7 @@ from steps.instructions import (
 
 BLOCK_M: Final = 128  # tokens of a tile of C, at most: 2 x 64 sums a thread
 BLOCK_N: Final = PRUNED_GROUP * TILE_ROWS  # features: 256, whose weights are one piece of memory
-HALF_N: Final = BLOCK_N // 2  # features: 64 of each warpgroup
+HALF_N: Final = BLOCK_N // 2  # features: 64 of each warpgroup, whose sums are one set
 HALF_TILES: Final = PRUNED_GROUP // 2  # packed tiles: one of each consumer warp
 BLOCK_K: Final = TILE_K  # of a stage: 128, four blocks
 W_BYTES: Final = PRUNED_GROUP * PRUNED_TILE_BYTES  # of a stage
@@ -106,7 +105,6 @@ PRODUCER_REGISTERS: Final = 40
 SHARED_BYTES: Final = 227 * 1024  # of a thread block of Hopper, at most
 MOST_STAGES: Final = 8  # with small tiles more would not arrive sooner
 MBARRIER: Final = 8  # bytes
-STAGED: Final = 32  # tokens of half of the finished tile in shared memory at a time
 
 POSITIONS: Final = 16 * 32  # bytes of a packed tile before the positions, and before the scales
 SCALES: Final = POSITIONS + 8 * 32
@@ -115,7 +113,7 @@ TWO_TO_MINUS_4: Final = 0x2C00 * BOTH  # float16
 MINUS_EIGHT: Final = 0x8008 * BOTH  # -8 * 2^-24: the code of 0 is 8
 
 CHUNK: Final = 16  # bytes that a thread stores at once: 8 float16
-C_ROW: Final = 2 * HALF_N  # bytes of a token of half of the finished tile
+C_ROW: Final = 128  # bytes of a token of 64 features of the finished tile
 NEXT_32_K: Final = 4  # of a descriptor, which counts chunks
 
 sparse_0, sparse_1 = wgmma_sparse_f16(0), wgmma_sparse_f16(1)
@@ -125,14 +123,13 @@ sparse_0, sparse_1 = wgmma_sparse_f16(0), wgmma_sparse_f16(1)
 def kernel(block_m: int) -> tuple[Any, int]:
     """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
     # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
-    # weights of all stages; STAGED tokens of C; and the mbarriers, `full` of all stages, then
-    # `empty` of all
+    # weights of all stages; 64 features of C for each warpgroup; and the mbarriers, `full` of all
+    # stages, then `empty` of all
     box_bytes = 2 * BOX_K * block_m
-    a_bytes = 2 * box_bytes
-    staged = gcd(block_m, STAGED)
-    stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - staged * C_ROW) // (a_bytes + W_BYTES))
+    a_bytes, c_bytes = 2 * box_bytes, C_ROW * block_m
+    stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - 2 * c_bytes) // (a_bytes + W_BYTES))
     weights_begin, c_begin = stages * a_bytes, stages * (a_bytes + W_BYTES)
-    full, empty = c_begin + staged * C_ROW, c_begin + staged * C_ROW + stages * MBARRIER
+    full, empty = c_begin + 2 * c_bytes, c_begin + 2 * c_bytes + stages * MBARRIER
     shared_bytes = empty + stages * MBARRIER
     n_acc = block_m // 2  # of a thread and half: 64 features x block_m tokens by 128 threads
     no_sums = zeros_f32(n_acc)
@@ -176,13 +173,6 @@ def kernel(block_m: int) -> tuple[Any, int]:
             tile_id = int32(tile_id + cuda.gridDim.x)
 
     @cuda.jit(device=True, forceinline=True)
-    def load(shared, tile, lane):
-        """What a lane needs of a packed tile: codes, positions and the scales of two rows."""
-        codes = load_u32x4(shared, tile + 16 * lane)
-        positions = load_u32x2(shared, tile + POSITIONS + 8 * lane)
-        return codes, positions, load_u32x4(shared, tile + SCALES + 16 * (lane >> 2))
-
-    @cuda.jit(device=True, forceinline=True)
     def fragment(codes, scales, block):
         """The kept weights of 32 K, one block, as wgmma takes them: (a0, a1, a2, a3)."""
         word = codes[block]
@@ -200,12 +190,14 @@ def kernel(block_m: int) -> tuple[Any, int]:
         )
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, words, descriptor):
-        """acc += 128 K of packed weights times the activations that the descriptor points to."""
-        codes, positions, scales = words
+    def multiply(acc, codes, scales, shared, positions_at, descriptor):
+        """acc += 128 K of packed weights times the activations that the descriptor points to. The
+        positions are what wgmma reads, so they are loaded here, where none reads their registers
+        any more."""
+        p0, p1 = load_u32x2(shared, positions_at)
         w0, w1 = fragment(codes, scales, 0), fragment(codes, scales, 1)
         w2, w3 = fragment(codes, scales, 2), fragment(codes, scales, 3)
-        p0, p1, further = positions[0], positions[1], descriptor + box_bytes // CHUNK
+        further = descriptor + box_bytes // CHUNK
         wgmma_fence()
         acc = sparse_0(acc, w0[0], w0[1], w0[2], w0[3], descriptor, p0, 1)
         acc = sparse_1(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_32_K, p0, 1)
@@ -225,13 +217,16 @@ def kernel(block_m: int) -> tuple[Any, int]:
             # --- wait until the stage is full
             mbarrier_wait(shared, full + MBARRIER * stage, parity)
             tile = weights_begin + stage * W_BYTES + warp * PRUNED_TILE_BYTES
+            tile_2 = tile + HALF_TILES * PRUNED_TILE_BYTES
             descriptor = swizzled_descriptor(shared, stage * a_bytes)
-            first = load(shared, tile, lane)
-            second = load(shared, tile + HALF_TILES * PRUNED_TILE_BYTES, lane)
+            codes = load_u32x4(shared, tile + 16 * lane)
+            codes_2 = load_u32x4(shared, tile_2 + 16 * lane)
+            scales = load_u32x4(shared, tile + SCALES + 16 * (lane >> 2))
+            scales_2 = load_u32x4(shared, tile_2 + SCALES + 16 * (lane >> 2))
 
             # --- multiply the first 64 features
             acc = wait_for_all_but_one(acc)  # done: those of the last stage, their registers free
-            acc = multiply(acc, first, descriptor)
+            acc = multiply(acc, codes, scales, shared, tile + POSITIONS + 8 * lane, descriptor)
 
             # --- the previous stage has been multiplied: the warp says so
             acc_2 = wait_for_all_but_one(acc_2)
@@ -240,7 +235,8 @@ def kernel(block_m: int) -> tuple[Any, int]:
                 mbarrier_arrive(shared, empty + MBARRIER * previous)
 
             # --- multiply the second 64 features
-            acc_2 = multiply(acc_2, second, descriptor)
+            positions_at = tile_2 + POSITIONS + 8 * lane
+            acc_2 = multiply(acc_2, codes_2, scales_2, shared, positions_at, descriptor)
             previous = stage
             stage, parity = next_stage(stage, parity)
             step = int32(step + 1)
@@ -253,40 +249,39 @@ def kernel(block_m: int) -> tuple[Any, int]:
         return acc, acc_2, stage, parity
 
     @cuda.jit(device=True, forceinline=True)
-    def store(shared, c, sums, row_scales, m0, n0, t, warp, lane):
-        """64 features of each warpgroup, which are 128 of C: registers -> shared -> global."""
+    def store(shared, c, sums, scale_g, scale_g8, m0, n0, warp, lane):
+        """64 features of C, by a warpgroup: registers -> shared -> global, as in step 12."""
         M, N = int32(c.shape[0]), int32(c.shape[1])
-        feature = int32(n0 + 16 * warp + (lane >> 2))
-        scale_g, scale_g8 = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
-        out_row, out_chunk = int32(t >> 4), int32(t & 15)
+        group, warp = warp >> 2, warp & 3  # whose own area and barrier these are
+        area = c_begin + group * c_bytes
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
-        destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
-        source = c_begin + out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
-        n = int32(n0 + 8 * out_chunk)
-        for first_token in range(0, block_m, staged):
-            barrier_sync(1, CONSUMERS)  # nobody loads the tokens before any more
-            for j in range(0, staged, 16):
-                i = (first_token + j) // 2
-                stmatrix_x4_trans(
-                    shared,
-                    destination + j * C_ROW,
-                    floats_to_halves(sums[i] * scale_g, sums[i + 1] * scale_g),
-                    floats_to_halves(sums[i + 2] * scale_g8, sums[i + 3] * scale_g8),
-                    floats_to_halves(sums[i + 4] * scale_g, sums[i + 5] * scale_g),
-                    floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
-                )
-            barrier_sync(1, CONSUMERS)
-            for j in range(0, staged, CONSUMERS // 16):
-                m = int32(m0 + out_row + (first_token + j))
-                if m < M and n < N:
-                    eight = load_u32x4(shared, source + j * C_ROW)  # float16
-                    if N % 8 == 0:
-                        store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
-                    else:  # rows of C do not begin at multiples of 16 bytes
-                        for i in range(8):
-                            if n + i < N:
-                                value = eight[i // 2] >> uint32(16 * (i % 2))
-                                store_u16(c, int64(m) * N + (n + i), value)
+        destination = area + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
+        barrier_sync(1 + group, WARPGROUP)  # nobody loads the features before any more
+        for j in range(0, block_m, 16):
+            i = j // 2
+            stmatrix_x4_trans(
+                shared,
+                destination + j * C_ROW,
+                floats_to_halves(sums[i] * scale_g, sums[i + 1] * scale_g),
+                floats_to_halves(sums[i + 2] * scale_g8, sums[i + 3] * scale_g8),
+                floats_to_halves(sums[i + 4] * scale_g, sums[i + 5] * scale_g),
+                floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
+            )
+        barrier_sync(1 + group, WARPGROUP)
+        out_row, out_chunk = 4 * warp + (lane >> 3), lane & 7
+        source = area + out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
+        n = int32(n0 + 64 * group + 8 * out_chunk)
+        for j in range(0, block_m, 16):
+            m = int32(m0 + out_row + j)
+            if m < M and n < N:
+                eight = load_u32x4(shared, source + j * C_ROW)  # float16
+                if N % 8 == 0:
+                    store_u32x4(c, int64(m) * N + n, eight[0], eight[1], eight[2], eight[3])
+                else:  # rows of C do not begin at multiples of 16 bytes
+                    for i in range(8):
+                        if n + i < N:
+                            value = eight[i // 2] >> uint32(16 * (i % 2))
+                            store_u16(c, int64(m) * N + (n + i), value)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def w4a16_sparse(a_map, w, row_scales, c, steps):
@@ -326,11 +321,17 @@ def kernel(block_m: int) -> tuple[Any, int]:
         while tile_id < tiles_c:
             tile_m = quotient(tile_id, tiles_n)
             m0, n0 = int32(tile_m * block_m), int32((tile_id - tile_m * tiles_n) * BLOCK_N)
+            row = int32(n0 + 16 * warp + (lane >> 2))
+            scale_g, scale_g8 = load_f32(row_scales, row), load_f32(row_scales, row + 8)
+            row_2 = int32(row + HALF_N)
+            scale_2g, scale_2g8 = load_f32(row_scales, row_2), load_f32(row_scales, row_2 + 8)
             acc, acc_2, stage, parity = consume(shared, warp, lane, steps, stage, parity)
+
+            # --- the finished tile: the first 64 features of each warpgroup, then the others
             spread(sums, acc)
-            store(shared, c, sums, row_scales, m0, n0, t, warp, lane)
+            store(shared, c, sums, scale_g, scale_g8, m0, n0, warp, lane)
             spread(sums, acc_2)
-            store(shared, c, sums, row_scales, m0, int32(n0 + HALF_N), t, warp, lane)
+            store(shared, c, sums, scale_2g, scale_2g8, m0, int32(n0 + HALF_N), warp, lane)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
     return w4a16_sparse, shared_bytes
@@ -355,7 +356,7 @@ STEP = Step(
     families=("A16",),
     parents={"A16": 14},
     homes=((4096, 4096, 4096),),
-    unit={"A16": "tensor_fp16"},
+    unit={"A16": "tensor_sparse"},
     pack=pruned_tiles,
     activations={"A16": plain_rows},
     launch=launch,

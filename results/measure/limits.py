@@ -17,6 +17,7 @@ what was reached at best, unlike a row, which is a median.
                    wgmma m64n256k32 s8            2 x 64 x 256 x 32 a warpgroup, on 9.0 alone
     tensor_fp16    mma.sync m16n8k16 f16 -> f32   2 x 16 x 8 x 16 a warp
                    wgmma m64n256k16 f16 -> f32    2 x 64 x 256 x 16 a warpgroup, on 9.0 alone
+    tensor_sparse  wgmma.sp m64n256k32 f16        2 x 64 x 256 x 32 a warpgroup, zeros included
 
 Where two instructions use one unit, the faster one is its limit: a step is held to what the tensor
 cores can do, and not to what its own instruction lets them.
@@ -182,11 +183,13 @@ TOGETHER: Final = (
 SUMS: Final = COLUMNS // 2  # that a thread holds of 64 x COLUMNS
 GROUP: Final = 128  # threads of a warpgroup, which executes it together
 B_SHARED: Final = TOGETHER * COLUMNS * 8  # words: 32 bytes a column for each wgmma of a round
+POSITIONS: Final = 0x4E9D8C4E  # of what a sparse A keeps: any two of each four
 
 
 @cache
 def wgmma_loop(instruction: str, name: str, zeros: str) -> Any:
-    """Tensor-core products of a warpgroup's 64 x 256 tile: A in registers, B in shared memory."""
+    """Tensor-core products of a warpgroup's 64 x 256 tile: A in registers, B in shared memory. A
+    sparse product reads twice as much of B, so that two of them read what four others do."""
     import numba
     from numba import cuda, int32, uint32
 
@@ -200,6 +203,14 @@ def wgmma_loop(instruction: str, name: str, zeros: str) -> Any:
     )
 
     wgmma, number = getattr(instructions, instruction), getattr(numba, name)
+    places, ahead = TOGETHER, 2 * COLUMNS  # of B, and how far from one to the next in a descriptor
+    if instruction == "wgmma_sparse_f16":
+        sparse, places, ahead = wgmma(0), TOGETHER // 2, 4 * COLUMNS
+
+        @cuda.jit(device=True, forceinline=True)
+        def wgmma(acc, a0, a1, a2, a3, where, accumulate):
+            return sparse(acc, a0, a1, a2, a3, where, POSITIONS, accumulate)
+
     no_sums, wait_for_all = getattr(instructions, zeros)(SUMS), instructions.wgmma_wait(0)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -219,7 +230,7 @@ def wgmma_loop(instruction: str, name: str, zeros: str) -> Any:
         while True:  # a loop that may run no time at all would zero the sums a second time
             wgmma_fence()
             for i in range(TOGETHER):
-                acc = wgmma(acc, a0, a1, a2, a3, where + 2 * COLUMNS * i, 1)
+                acc = wgmma(acc, a0, a1, a2, a3, where + ahead * (i % places), 1)
             wgmma_commit()
             acc = wait_for_all(acc)
             done = int32(done + 1)
@@ -241,6 +252,7 @@ _INT8: Final = partial(mma_loop, "mma_m16n8k32_s8", "int32")
 _FP16: Final = partial(mma_loop, "mma_m16n8k16_f16", "float32")
 _INT8_GROUP: Final = partial(wgmma_loop, "wgmma_s8", "int32", "zeros_i32")
 _FP16_GROUP: Final = partial(wgmma_loop, "wgmma_f16", "float32", "zeros_f32")
+_SPARSE_GROUP: Final = partial(wgmma_loop, "wgmma_sparse_f16", "float32", "zeros_f32")
 _HOPPER: Final = (9, 0)  # earlier ones have no wgmma, later ones neither
 CEILINGS: Final = (
     Ceiling("fp32", partial(multiply_add_loop, "float32"), _SCALAR, ("FFMA",), np.float32),
@@ -250,6 +262,7 @@ CEILINGS: Final = (
     Ceiling("tensor_fp16", _FP16, 16 * _MMA, ("HMMA",), np.uint32, (8, 0)),
     Ceiling("tensor_int8", _INT8_GROUP, 32 * _WGMMA, ("IGMMA",), np.int32, _HOPPER, _HOPPER),
     Ceiling("tensor_fp16", _FP16_GROUP, 16 * _WGMMA, ("HGMMA",), np.uint32, _HOPPER, _HOPPER),
+    Ceiling("tensor_sparse", _SPARSE_GROUP, 32 * _WGMMA, ("HGMMA",), np.uint32, _HOPPER, _HOPPER),
 )
 
 
@@ -301,7 +314,7 @@ def seeds_for(ceiling: Ceiling) -> np.ndarray:
     rng = np.random.default_rng(0)
     if ceiling.seed_dtype is np.float32:
         return rng.uniform(-1, 1, SEEDS).astype(np.float32)
-    if ceiling.unit == "tensor_fp16":
+    if ceiling.unit in ("tensor_fp16", "tensor_sparse"):
         return rng.uniform(-1, 1, 2 * SEEDS).astype(np.float16).view(np.uint32)
     return rng.integers(-(2**31), 2**31, SEEDS, dtype=np.int64).astype(ceiling.seed_dtype)
 

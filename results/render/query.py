@@ -29,6 +29,7 @@ UNITS: Final = {
     "dp4a": "dp4a",
     "tensor_int8": "int8 tensor cores",
     "tensor_fp16": "float16 tensor cores",
+    "tensor_sparse": "float16 tensor cores, sparse",
 }
 
 

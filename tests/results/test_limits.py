@@ -64,7 +64,7 @@ def test_the_loop_is_the_instruction_it_is_named_for(ceiling):
         "IMMA": 2 * 16 * 8 * 32 // 32,
         "HMMA": 2 * 16 * 8 * 16 // 32,
         "IGMMA": 2 * 64 * 256 * 32 // 128,
-        "HGMMA": 2 * 64 * 256 * 16 // 128,
+        "HGMMA": 2 * 64 * 256 * (32 if ceiling.unit == "tensor_sparse" else 16) // 128,
     }[ceiling.opcodes[0]]
     rounds, rest = divmod(work * per_instruction, ceiling.operations)
     assert rest == 0
@@ -77,11 +77,12 @@ def is_work(opcode: str, ceiling: Ceiling) -> bool:
     return opcode.split(".")[0] in ceiling.opcodes
 
 
-@pytest.mark.parametrize("ceiling", CEILINGS[-2:], ids=name)
+@pytest.mark.parametrize("ceiling", CEILINGS[-3:], ids=name)
 def test_a_warpgroups_loop_adds_up_its_products(ceiling):
-    """In the simulator, which reports any operand that is touched too early: ones times ones."""
+    """In the simulator, which reports any operand that is touched too early: ones times ones. Of 32
+    K a sparse product adds up 16."""
     assert ceiling.max_cc is not None
-    kind = np.float16 if ceiling.unit == "tensor_fp16" else np.int8
+    kind = np.float16 if ceiling.opcodes == ("HGMMA",) else np.int8
     ones = np.ones(4 * limits.SEEDS // np.dtype(kind).itemsize, kind).view(ceiling.seed_dtype)
     out = np.zeros(limits.THREADS, np.float32 if kind is np.float16 else np.int32)
     Simulator().run(limits.launch_of(ceiling, ones, out, 1, 2))
@@ -90,7 +91,7 @@ def test_a_warpgroups_loop_adds_up_its_products(ceiling):
 
 
 def test_a_unit_of_two_instructions_has_the_limit_of_the_faster(monkeypatch):
-    rates = iter((60.0, 30.0, 120.0, 1100.0, 550.0, 1500.0, 540.0))
+    rates = iter((60.0, 30.0, 120.0, 1100.0, 550.0, 1500.0, 540.0, 990.0))
     monkeypatch.setattr(limits, "arithmetic_tops", lambda *_: next(rates))
     monkeypatch.setattr(limits, "memory_tbps", lambda *_: (4.0, 4.1))
     from numba import cuda
@@ -103,9 +104,10 @@ def test_a_unit_of_two_instructions_has_the_limit_of_the_faster(monkeypatch):
     monkeypatch.setattr(cuda, "get_current_device", lambda: device((9, 0)))
     tops = limits.measure_limits(object(), object()).tops
     assert (tops["tensor_int8"], tops["tensor_fp16"], tops["packed_int32"]) == (1500, 550, 60)
+    assert tops["tensor_sparse"] == 990
     assert next(rates, None) is None
     for cc, expected in (((8, 9), 5), ((10, 0), 5), ((7, 5), 3)):
-        rates = iter(range(1, 9))
+        rates = iter(range(1, 10))
         monkeypatch.setattr(cuda, "get_current_device", lambda cc=cc: device(cc))
         limits.measure_limits(object(), object())
         assert next(rates) == expected + 1, f"{cc} has no wgmma"
@@ -170,7 +172,8 @@ def test_seeds_are_random_and_finite():
         seeds = limits.seeds_for(ceiling)
         assert seeds.dtype == ceiling.seed_dtype
         assert len(np.unique(seeds)) > 0.99 * limits.SEEDS
-        floats = seeds.view(np.float16) if ceiling.unit == "tensor_fp16" else seeds
+        halves = ceiling.unit in ("tensor_fp16", "tensor_sparse")
+        floats = seeds.view(np.float16) if halves else seeds
         assert np.isfinite(floats.astype(np.float64)).all()
 
 

@@ -6,11 +6,12 @@ import ast
 import importlib
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
-from steps.contract import Step
+from steps.contract import Step, Unit
 from steps.registry import ladder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ ALLOWED = {
     "typing",
 }
 SHARED = {"steps.blocks", "steps.kernels", "steps.contract", "steps.instructions"}
-UNITS = {"fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"}
+UNITS = set(get_args(Unit))
 
 
 def imported(tree: ast.Module) -> set[str]:

@@ -229,6 +229,7 @@ def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
 # take the registers that it still reads, and no simulator shows it: there registers are values.
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S.*?)\s*;", re.MULTILINE)
 GMMA = re.compile(r"[HI]GMMA\.\S+ R\d+, R(\d+)\S*, gdesc\[UR\d+\], (?:R\d+|RZ)")
+METADATA = re.compile(r"HGMMA\.SP\..*, R(\d+), 0x[01]")
 WRITTEN = re.compile(r"(?!BAR)([A-Z][\w.]*) (?:U?P\w+, )?R(\d+)\b")
 
 
@@ -246,9 +247,12 @@ def loop_of_wgmma(sass: str) -> list[str]:
 
 
 def registers_of_a(instruction: str) -> set[int]:
-    found = GMMA.match(instruction)
+    """Those of a sparse A have their metadata in another."""
+    found, metadata = GMMA.match(instruction), METADATA.match(instruction)
     assert found, f"its A is no register: {instruction}"
-    return set(range(int(found[1]), int(found[1]) + 4))
+    assert bool(metadata) == (".SP." in instruction), f"no metadata: {instruction}"
+    fragments = set(range(int(found[1]), int(found[1]) + 4))
+    return fragments | {int(metadata[1])} if metadata else fragments
 
 
 def commit_groups(loop: list[str]) -> list[set[int]]:
