@@ -175,34 +175,36 @@ def kernel(block_m: int) -> tuple[Any, int]:
     @cuda.jit(device=True, forceinline=True)
     def fragment(codes, scales, block):
         """The kept weights of 32 K, one block, as wgmma takes them: (a0, a1, a2, a3)."""
-        word = codes[block]
-        d = prmt(scales[block >> 1], scales[block >> 1], 0x3232 if block & 1 else 0x1010)
-        d8 = prmt(
-            scales[2 + (block >> 1)], scales[2 + (block >> 1)], 0x3232 if block & 1 else 0x1010
-        )
+        # --- the scale d of rows g and g + 8 in both halves, -8 d, and the codes of 16 K each
+        high = 0x3232 if block & 1 else 0x1010
+        d = prmt(scales[block >> 1], scales[block >> 1], high)
+        d8 = prmt(scales[2 + (block >> 1)], scales[2 + (block >> 1)], high)
         zero, zero8 = hmul2(d, MINUS_EIGHT), hmul2(d8, MINUS_EIGHT)
-        above = word >> uint32(8)
+        d8_16 = hmul2(d8, TWO_TO_MINUS_4)  # its codes stand four bits too high
+        lower, upper = codes[block], codes[block] >> uint32(8)
         return (
-            hfma2(word & uint32(0x000F000F), d, zero),
-            hfma2(word & uint32(0x00F000F0), hmul2(d8, TWO_TO_MINUS_4), zero8),
-            hfma2(above & uint32(0x000F000F), d, zero),
-            hfma2(above & uint32(0x00F000F0), hmul2(d8, TWO_TO_MINUS_4), zero8),
+            hfma2(lower & uint32(0x000F000F), d, zero),
+            hfma2(lower & uint32(0x00F000F0), d8_16, zero8),
+            hfma2(upper & uint32(0x000F000F), d, zero),
+            hfma2(upper & uint32(0x00F000F0), d8_16, zero8),
         )
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, codes, scales, shared, positions_at, descriptor):
-        """acc += 128 K of packed weights times the activations that the descriptor points to. The
-        positions are what wgmma reads, so they are loaded here, where none reads their registers
-        any more."""
-        p0, p1 = load_u32x2(shared, positions_at)
+        """acc += 128 K of packed weights times the activations that the descriptor points to. wgmma
+        reads the positions while it runs, so they are loaded here: no product that still runs has
+        these registers."""
+        positions, further = load_u32x2(shared, positions_at), descriptor + box_bytes // CHUNK
         w0, w1 = fragment(codes, scales, 0), fragment(codes, scales, 1)
         w2, w3 = fragment(codes, scales, 2), fragment(codes, scales, 3)
-        further = descriptor + box_bytes // CHUNK
+
+        # --- four products of 32 K, two for each register of positions and each box of tokens
+        p01, p23 = positions[0], positions[1]
         wgmma_fence()
-        acc = sparse_0(acc, w0[0], w0[1], w0[2], w0[3], descriptor, p0, 1)
-        acc = sparse_1(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_32_K, p0, 1)
-        acc = sparse_0(acc, w2[0], w2[1], w2[2], w2[3], further, p1, 1)
-        acc = sparse_1(acc, w3[0], w3[1], w3[2], w3[3], further + NEXT_32_K, p1, 1)
+        acc = sparse_0(acc, w0[0], w0[1], w0[2], w0[3], descriptor, p01, 1)
+        acc = sparse_1(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_32_K, p01, 1)
+        acc = sparse_0(acc, w2[0], w2[1], w2[2], w2[3], further, p23, 1)
+        acc = sparse_1(acc, w3[0], w3[1], w3[2], w3[3], further + NEXT_32_K, p23, 1)
         wgmma_commit()
         return acc
 
@@ -250,10 +252,11 @@ def kernel(block_m: int) -> tuple[Any, int]:
 
     @cuda.jit(device=True, forceinline=True)
     def store(shared, c, sums, scale_g, scale_g8, m0, n0, warp, lane):
-        """64 features of C, by a warpgroup: registers -> shared -> global, as in step 12."""
-        M, N = int32(c.shape[0]), int32(c.shape[1])
-        group, warp = warp >> 2, warp & 3  # whose own area and barrier these are
+        """64 features of C, by a warpgroup, in an area of its own and with a barrier of its own."""
+        group, warp = warp >> 2, warp & 3
         area = c_begin + group * c_bytes
+
+        # --- registers -> shared: sums times row scales, as float16, transposed, as in step 12
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
         destination = area + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
         barrier_sync(1 + group, WARPGROUP)  # nobody loads the features before any more
@@ -268,6 +271,9 @@ def kernel(block_m: int) -> tuple[Any, int]:
                 floats_to_halves(sums[i + 6] * scale_g8, sums[i + 7] * scale_g8),
             )
         barrier_sync(1 + group, WARPGROUP)
+
+        # --- shared -> global: 8 threads store 128 bytes of a token, 16 tokens at a time
+        M, N = int32(c.shape[0]), int32(c.shape[1])
         out_row, out_chunk = 4 * warp + (lane >> 3), lane & 7
         source = area + out_row * C_ROW + (out_chunk ^ (out_row & 7)) * CHUNK
         n = int32(n0 + 64 * group + 8 * out_chunk)
