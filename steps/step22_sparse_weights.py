@@ -22,16 +22,16 @@ What is new
     A product is one block of Q4_0: its fragments have one scale a row. The positions of two
     products lie in one register, in lanes 0 and 1 of each four for the first, in lanes 2 and 3 for
     the second: the instruction's *selector* says which.
-    Tiles have 256 features, for the reason below: a consumer warpgroup has 64 of them in one set of
+    Tiles have 256 features, for the L2's sake (below): a consumer warpgroup has 64 of them in one set of
     sums and 64 in another. While the tensor cores multiply one set, the weights of the other become
     float16. Blocks are persistent as in step 14, but tiles are not shared by blocks.
 Why it should help
-    128 K of a tile of 256 x 128 are 16 products of a sparse A, 1024 cycles, where step 14 takes
-    2048 for as much. But shared memory gives 128 bytes a cycle, and a product reads 128 tokens of
-    64 bytes in its 64 cycles: all of it. Copies write 46 KB a stage besides, and warps read 14 KB
-    of weights: 188 KB, 1470 cycles, 1.39x. (Tiles of 128 features would have half of the products
-    and more than half of the copies: 1.19x.) Half of the multiplications save power, reading tokens
-    does not: expect 1.3x at (4096,4096,4096).
+    128 K of a tile of 256 x 128 are 16 products with a sparse A, 1024 cycles, where step 14 takes
+    2048 for as much. A product reads 64 bytes of 128 tokens in its 64 cycles, all that shared
+    memory gives: A must come from registers. And the copies of a stage, 46 KB, have half of the
+    time: an SM gets some 45 bytes a cycle of the L2, just enough. (A tile of 128 x 128 would need
+    39 KB in 512 cycles.) Power lets a loop of nothing else run at 1.75x: expect 1.5x at
+    (4096,4096,4096), as the ends of a tile take as long as before.
 What it costs
     Accuracy: pruning takes 0.136 of the energy of normal weights, an NMSE twenty times that of Q4_0
     itself, and 0.204 of uniform ones. Without retraining no model is what it was. It is a lesson:
