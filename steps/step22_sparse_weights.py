@@ -22,9 +22,9 @@ What is new
     A product is one block of Q4_0: its fragments have one scale a row. The positions of two
     products lie in one register, in lanes 0 and 1 of each four for the first, in lanes 2 and 3 for
     the second: the instruction's *selector* says which.
-    Tiles have 256 features, for the L2's sake (below): a consumer warpgroup has 64 of them in one set of
-    sums and 64 in another. While the tensor cores multiply one set, the weights of the other become
-    float16. Blocks are persistent as in step 14, but tiles are not shared by blocks.
+    Tiles have 256 features, for the L2's sake (below): a consumer warpgroup has 64 of them in one
+    set of sums and 64 in another. While the tensor cores multiply one set, the weights of the other
+    become float16. Blocks are persistent as in step 14, but share no tiles.
 Why it should help
     128 K of a tile of 256 x 128 are 16 products with a sparse A, 1024 cycles, where step 14 takes
     2048 for as much. A product reads 64 bytes of 128 tokens in its 64 cycles, all that shared
