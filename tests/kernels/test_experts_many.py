@@ -390,14 +390,17 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
     given = ExpertsOperands(*arrays, np.zeros((1, 1), np.int32), out, bias)
     fast = request.accuracy == "fast"
     launches = many.launches(request, given, Simulator(), fast)
-    for launch in launches[-2:]:
+    for launch in launches:
         code = machine_code(launch.kernel, signature_of(launch.args))
         assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
         assert not code.warnings
-        assert not code.count("CALL", "DADD", "DMUL", "DFMA", "LDL", "STL")
+        assert not code.count("DADD", "DMUL", "DFMA", "LDL", "STL")
+        # A to int8 divides by a scale, of which an odd one is a call
+        assert not code.count("CALL") or launch.kernel.__name__ == "by_expert"
     # 64 K of two accumulator halves
     assert (code.count("HGMMA"), code.count("IGMMA")) == ((0, 4) if fast else (8, 0))
-    assert code.count("UTMALDG") == (1 if fast else 2)
+    assert code.count("UTMALDG")
+    assert not code.count("LDGSTS", "LDG.E.128")
     assert launches[-1].shared_bytes <= 227 * 1024
 
 
