@@ -177,15 +177,16 @@ def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
         request = ExpertsRequest("q4_0", tokens, 8, 128, N, k, accuracy=accuracy)
         return choose(request, Simulator()).kernel.name
 
-    most = 16 * many.H200_ROWS
-    assert [kernel(t, "fast") for t in (1, most, most + 1)] == ["few", "few", "many_fast"]
+    few, exact_ones = 16 * many.H200_ROWS, 16 * many.H200_FAST_ROWS
+    kernels = [kernel(t, "fast") for t in (few, few + 1, exact_ones, exact_ones + 1)]
+    assert kernels == ["few", "many", "many", "many_fast"]
     assert kernel(4096, "exact") == "many"
     assert kernel(4096, "fast", 1 << 18) == "many"
     machine = Simulator()
     fast, exact = (pack_experts(BLOCKS, machine=machine, accuracy=x) for x in ("fast", "exact"))
 
     def planned(w: Any, accuracy: Any = None) -> str:
-        plan = experts.plan(22, S, w, accuracy=accuracy, machine=machine)
+        plan = experts.plan(40, S, w, accuracy=accuracy, machine=machine)
         return plan.choice.kernel.name
 
     assert [planned(fast), planned(fast, "exact")] == ["many_fast", "many"]
@@ -199,8 +200,8 @@ def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
 
 def test_what_fast_adds_to_the_error() -> None:
     """As much as a dense product: NMSE against the dequantized weights."""
-    a = RNG.standard_normal((64, K), np.float32).astype(np.float16)
-    ids = RNG.integers(0, E, (64, 1)).astype(np.int32)
+    a = RNG.standard_normal((90, K), np.float32).astype(np.float16)
+    ids = RNG.integers(0, E, (90, 1)).astype(np.int32)
     c = experts(a, BLOCKS, ids, accuracy="fast", machine=Simulator())
     low, high = INT8_NMSE["normal"]
     assert low < nmse(c, right(a, ids)) < high
