@@ -15,12 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
 from results.measure import cublas
+from results.measure.by_chain import ChainedData
 from results.measure.by_experts import ExpertsData
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import Data, Product, Shared, attempt, failed, in_threads
@@ -30,12 +31,14 @@ from results.record.environment import finished, utc_now
 from results.record.provenance import remembered, source_hash
 from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run, mnk
 from results.record.store import merge, read, write
+from steps.blocks.chained import multiplies_twice
 from steps.checks.cases import Routing, routing
 from steps.checks.select import branches
 from steps.contract import Family, Kernel, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.choice import Choice, of_gemm
 from steps.registry import kernel_of, kernels, lesson_of
+from steps.registry import ladder as all_steps
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
@@ -147,7 +150,12 @@ def matrix(
     if 1 in sizes:
         sizes[1] |= dict.fromkeys(FIRST_SHAPES)
     homes = {number: frozenset(own) for number, own in sizes.items()}
-    routed = {size for step in ladder for size in step.home_shapes if routing(step, size)}
+    alone = {  # where lessons are compared that do more than one product
+        size
+        for step in ladder
+        for size in step.home_shapes
+        if routing(step, size) or multiplies_twice(step)
+    }
     for step in top_steps(ladder, cc):
         sizes[step.number] |= dict.fromkeys(size for size in BENCH_SHAPES if for_top(step, size[0]))
     return tuple(
@@ -158,7 +166,7 @@ def matrix(
         for size in own
         for step in (
             _able([by_number[number]], name, family, cc)
-            if size in routed
+            if size in alone
             else _taken(by_number[number], name, family, cc, size in homes[number])
         )
         for one in wanted_of(Work(step, family, name), size)
@@ -177,19 +185,20 @@ def _taken(
 def _able(
     candidates: Sequence[Kernel], name: str, family: Family, cc: tuple[int, int] | None
 ) -> list[Kernel]:
-    """The first that can, if any. Of experts' homes lessons alone: a loop over experts has no pass
-    over A."""
+    """The first that can, if any. At homes of experts and of two products lessons alone: no pass
+    over A is between launches."""
     return [one for one in candidates if one.supports(name, family, cc) is None][:1]
 
 
 def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
     """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out, and
-    what `gemm` does not call."""
+    what `gemm` does not call, and lessons on two products."""
     found = {
         (step.branch, step.accuracy): step
         for step in ladder
         if step.branch != "cuda_cores"
         and of_gemm(step)
+        and not multiplies_twice(step)
         and step.supports(step.formats[0], step.families[-1], cc) is None
     }
     return tuple(found.values())
@@ -424,19 +433,20 @@ def measure_loops(
         distribution = "normal"
     kept: dict[tuple[Any, ...], Data] = {}
     now = remembered(source_hash)
-    of = [(*size[1:], routed_in(size, wanted)) for size, wanted in loops]
+    of = [(*size[1:], kind_of(size, wanted)) for size, wanted in loops]
     formats = ({one.work.format for one in wanted} for _, wanted in loops)
     weights = list(zip(of, formats, strict=True))
     for i, ((m, n, k), wanted) in enumerate(loops):
         report(f"M={m} N={n} K={k}: {len(wanted)} rows")
-        own, routed = of[i], of[i][-1]
+        own, kind = of[i], of[i][-1]
         if own not in kept:
             tokens = max(size[0] for each, (size, _) in zip(of, loops, strict=True) if each == own)
-            kept[own] = (
-                Data(tokens, n, k, distribution, seed, given)
-                if routed is None
-                else ExpertsData(tokens, n, k, distribution, seed, routed)
-            )
+            if isinstance(kind, Routing):
+                kept[own] = ExpertsData(tokens, n, k, distribution, seed, kind)
+            elif kind == "chained":
+                kept[own] = ChainedData(tokens, n, k, distribution, seed)
+            else:
+                kept[own] = Data(tokens, n, k, distribution, seed, given)
         rows, peers = bench.loop(kept[own], m, wanted, wrong)
         if weights[i + 1 : i + 2] != [weights[i]]:
             kept[own].release()
@@ -446,8 +456,11 @@ def measure_loops(
         yield [replace(row, source_hash=now(row.step, row.name)) for row in rows], peers
 
 
-def routed_in(size: Size, wanted: Iterable[Wanted]) -> Routing | None:
-    """How the problem of a loop routes tokens to experts, if one of its steps multiplies those."""
+def kind_of(size: Size, wanted: Sequence[Wanted]) -> Routing | Literal["chained"] | None:
+    """How the problem of a loop routes tokens to experts, if one of its steps multiplies those;
+    "chained" at the home of one that multiplies by two matrices; None for an ordinary product."""
+    if any(multiplies_twice(one) and size in one.home_shapes for one in all_steps()):
+        return "chained"
     found = (routing(one.work.step, size) for one in wanted)
     return next((one for one in found if one is not None), None)
 

@@ -210,7 +210,7 @@ class Shared:
         self._a: dict[str, Any] = {}
         self._blank: dict[str, Any] = {}
         self._activations: dict[tuple[Any, ...], Any] = {}
-        self._references: dict[tuple[str, str, bool], Reference] = {}
+        self._references: dict[tuple[Any, ...], Reference] = {}
         self._bits: dict[int, Any] = {}
         self.passes: dict[tuple[Any, ...], Contestant] = {}
 
@@ -259,6 +259,12 @@ class Shared:
     def in_order(self, work: Work, c: np.ndarray) -> np.ndarray:
         """C as the problem has it, of what the launches of a work wrote."""
         return c
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of a product."""
+        m, n, k = self.shape
+        return 2 * m * n * k
 
     def bytes_read(self, packed: Packed) -> int:
         """Of the weights, by a product."""
@@ -367,7 +373,7 @@ class Product:
         weights = self.shared.bytes_read(self.packed)
         others = sum(int(array.nbytes) for array in self.activations.arrays)
         others += array_dtype(row.output).itemsize * row.M * row.N
-        operations = 2 * row.M * row.N * row.K
+        operations = self.shared.operations
         floor = floor_us(operations, row.unit, weights, others, l2_bytes, limits)
         row = replace(
             row,

@@ -210,9 +210,11 @@ def relative_error(run: Run, row: Row) -> float | None:
 
 
 def tops(run: Run) -> list[int]:
-    """The steps that were measured at the most shapes: the last of each branch and accuracy."""
+    """The steps that were measured at the most shapes: of each branch and accuracy the last one
+    that was at the home of its branch."""
     found: dict[tuple[str, str], int] = {}
-    for row in timed(run.rows):
+    homes = {name: branch.homes[0] for name, branch in branches().items()}
+    for row in (row for row in timed(run.rows) if row.shape == homes.get(row.branch)):
         place = (row.branch, row.accuracy)
         found[place] = max(found.get(place, 0), row.step)
     return sorted(found.values())

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from qformats import FORMATS, SUPER
 from reference import CHECK_SHAPES, DEEP_CHECK_SHAPE, GOLDEN, GPU_CHECK_SHAPES
+from steps.blocks.chained import multiplies_twice
 from steps.blocks.experts import RowsByIds
 from steps.checks.select import ALL_FORMATS, UsageError
 from steps.contract import Kernel, Size, Step
@@ -137,7 +138,9 @@ def extreme_case(format_name: str, most_k: int | None, small: bool) -> Case:
 def _check_shapes(format_name: str, small: bool, step: Kernel | None) -> tuple[Size, ...]:
     size = FORMATS[format_name].elements
     shapes = CHECK_SHAPES if small else GPU_CHECK_SHAPES
-    if small and step is not None and of_few_tokens(step):
+    if small and step is not None and multiplies_twice(step):  # by K x K weights, token by token
+        shapes = tuple((min(m, 3), n, min(k, 416)) for m, n, k in CHECK_SHAPES)
+    elif small and step is not None and of_few_tokens(step):
         shapes = (*CHECK_SHAPES[:-1], DEEP_CHECK_SHAPE)
     if size < SUPER:
         return tuple(dict.fromkeys((m, n, -(-k // size) * size) for m, n, k in shapes))

@@ -20,6 +20,7 @@ from qformats.repack import prune
 from qformats.storage import storage_format
 from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
+from steps.blocks.chained import multiplies_twice
 from steps.checks.cases import require_depth
 from steps.checks.select import ALL_FORMATS, UsageError, select
 from steps.contract import Family, Kernel
@@ -239,14 +240,17 @@ def sharing(
     rng: np.random.Generator, work: FuzzCase, simulated: bool, count: int
 ) -> list[FuzzCase]:
     """So many cases of a work that have the same weights."""
-    size = FORMATS[work.format].elements
+    size, twice = FORMATS[work.format].elements, multiplies_twice(work.kernel)
     if simulated:
-        n, k = log_between(rng, 1, 140), size * log_between(rng, 1, max(1, 288 // size))
+        most_k = 96 if twice else 288
+        n, k = log_between(rng, 1, 140), size * log_between(rng, 1, max(1, most_k // size))
         n = min(n, SIMULATED_LIMIT // k)
     else:
         n = log_between(rng, 1, 5000)
-        k = size * log_between(rng, 1, max(1, min(16384, GPU_WEIGHTS // n) // size))
-    if rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy == "fast"):
+        most_k = min(2048 if twice else 16384, GPU_WEIGHTS // n)  # twice: K x K weights besides
+        k = size * log_between(rng, 1, max(1, most_k // size))
+    deep = rng.random() < DEEP_SHARE and (not simulated or work.kernel.accuracy == "fast")
+    if deep and not twice:
         n, k = min(n, 8), DEEP
     data, weights = one_of(rng, DATA), "drawn"
     if data != "integer" and work.format in WEIGHT_FORMATS and rng.random() < 0.1:
@@ -260,7 +264,8 @@ def _product(rng: np.random.Generator, shared: FuzzCase, simulated: bool) -> Fuz
     if k == DEEP:
         m = log_between(rng, 1, 4)
     elif simulated:
-        m = log_between(rng, 1, min(40, max(1, SIMULATED_LIMIT // (n * k))))
+        weights = (n + k) * k if multiplies_twice(shared.kernel) else n * k
+        m = log_between(rng, 1, min(40, max(1, SIMULATED_LIMIT // weights)))
     else:
         m = log_between(rng, 1, max(1, min(600, GPU_VALUES // k, GPU_OUTPUTS // n)))
     plain = rng.random() < 0.4 or shared.data == "integer"

@@ -242,7 +242,7 @@ class Order:
     def show(self, lane: Lane, counter: dict[int, Known]) -> None:
         """An atomic or a relaxed store: who sees it may know what the last fence showed."""
         known = lane.known.copy()
-        known[lane.index] = lane.access >> SLOT_BITS
+        known[lane.index] = known[lane.loads] = lane.access >> SLOT_BITS
         shown = list(map(min, known, self.fenced.known))
         counter[self.block] = _joined((counter.get(self.block, []), shown))
         elsewhere = lane.elsewhere or Elsewhere({}, {})

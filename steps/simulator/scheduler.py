@@ -44,10 +44,10 @@ from steps.simulator.lanes import (
 )
 from steps.simulator.shared_memory import BarrierWait, MBarrier
 
-# Rounds of nothing but polling, by every ready lane, before they are declared deadlocked: by
-# nanosleep, and by relaxed loads, where a kernel may give up by itself after some hundred.
+# Rounds of nothing but polling, by every ready lane, before they are declared deadlocked.
 _PATIENCE = 64
-_PATIENCE_OF_LOADS = 512
+# Likewise of relaxed loads: a kernel may give up by itself, after some hundred of them.
+_LOOKS = 512
 
 _INDEX = attrgetter("index")
 
@@ -71,11 +71,12 @@ class Schedule:
         "kernel",
         "lane",
         "later",
+        "looking",
+        "looks",
         "main",
         "mapped",
         "new_greenlet",
         "order",
-        "pollers",
         "polls",
         "random",
         "ready",
@@ -100,8 +101,9 @@ class Schedule:
         self.copies: list[BulkCopy] = []  # under way, in the order they were issued
         self.lane: Lane  # the one that runs
         self.error: tuple[Lane, Exception] | None = None
-        self.polls = 0  # in a row, while nothing changes
-        self.pollers = 0  # the most threads that could go on meanwhile
+        self.polls = 0
+        self.looking: list[Lane] = []  # at memory, by a relaxed load, when it changes
+        self.looks = 0  # of all of them, since it changed
         self.later = 0  # blocks that begin when those in flight have ended
         self.main: Any  # the greenlet of the schedule itself
         self.new_greenlet: Any  # the class
@@ -153,7 +155,7 @@ class Schedule:
         blocks = [
             Block(Dim3(*index), threads, shared_bytes, first + i) for i, index in enumerate(indices)
         ]
-        self.polls = 0
+        self.polls = self.looks = 0
         for block in blocks:
             self._wake(block.lanes)
         try:
@@ -167,7 +169,7 @@ class Schedule:
             if self.banks is not None:
                 self.banks.close(blocks)
         finally:
-            self.ready, self.copies = deque(), []
+            self.ready, self.copies, self.looking = deque(), [], []
             for block in blocks:
                 for lane in block.lanes:
                     if lane.greenlet:  # it has begun and not ended
@@ -208,7 +210,10 @@ class Schedule:
                 self._land()
                 continue
             if not ready:
-                return None
+                if not self.looking:
+                    return None
+                self._look_again()
+                continue
             if self.in_turn:
                 lane = ready.popleft()
             else:
@@ -408,27 +413,51 @@ class Schedule:
         self.polls = 0
         self._wake(sorted(lanes, key=_INDEX))
 
-    def poll(self, patience: int = _PATIENCE) -> None:
+    def poll(self) -> None:
         """Let all others run; the lane waits for a change in memory (nanosleep and the like)."""
-        self.pollers = max(self.pollers if self.polls else 0, len(self.ready) + 1)
         self.polls += 1
         if self.copies and self.polls > len(self.ready):  # everybody polls: time for a copy
             self._land()
-        if self.polls > patience * self.pollers:
-            raise Deadlock(
-                f"{len(self.ready) + 1} thread(s) poll and nothing changes any more"
-                + (
-                    f"; {self.later} of the {prod(self.grid_dim)} blocks have not begun: blocks "
-                    "that wait for each other must all run at once"
-                    if self.later
-                    else ""
-                )
-            )
+        if self.polls > _PATIENCE * (len(self.ready) + 1):
+            raise self._nothing_changes(len(self.ready) + 1)
         self.pause()
 
-    def poll_by_load(self) -> None:
-        """The same, before a relaxed load."""
-        self.poll(_PATIENCE_OF_LOADS)
+    def look(self) -> None:
+        """Before a relaxed load, which may wait for what others store: the lane goes on when memory
+        has changed, or nobody else can go on; where the order is shuffled, at once now and then."""
+        if self._early():
+            return
+        lane = self.lane
+        frame = kernel_frame(3)
+        lane.code, lane.instruction = frame.f_code, frame.f_lasti
+        self.looking.append(lane)
+        self._switch()
+
+    def changed(self) -> None:
+        """Memory that others may look at has."""
+        self.polls = self.looks = 0
+        if self.looking:
+            self._wake(self.looking)
+            self.looking = []
+
+    def _look_again(self) -> None:
+        """Nobody else can go on."""
+        self.looks += 1
+        if self.looks > _LOOKS:
+            error, lane = self._nothing_changes(len(self.looking)), self.looking[0]
+            error.site = lane.site
+            self.error = lane, error
+        self._wake(self.looking)
+        self.looking = []
+
+    def _nothing_changes(self, threads: int) -> Deadlock:
+        what = f"{threads} thread(s) poll and nothing changes any more"
+        if self.later:
+            what += (
+                f"; {self.later} of the {prod(self.grid_dim)} blocks have not begun: blocks that "
+                "wait for each other must all run at once"
+            )
+        return Deadlock(what)
 
     def pause(self) -> None:
         """Let all others run as far as they can; the lane goes on after them."""

@@ -125,12 +125,14 @@ _BLOCK_BITS = 48  # above the access, the block
 class _Stored:
     """What a launch stores to one array."""
 
-    __slots__ = ("bits", "by", "counters")
+    __slots__ = ("bits", "by", "counters", "looked")
 
     def __init__(self, itemsize: int):
         self.bits = min(itemsize, 4).bit_length() - 1
         self.by: dict[int, int] = {}  # unit -> block and access
         self.counters: dict[int, dict[int, Known]] = {}  # place of an atomic -> what it handed on
+        # Relaxed loads: unit -> block and slot -> block and access of the last one
+        self.looked: dict[int, dict[int, int]] = {}
 
 
 class GlobalArray(CheckedArray):
@@ -224,7 +226,11 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
     def _store(self, lane: Any, at: int, size: int, kind: str = "store") -> Race | None:
         by, found = self._whole._writes.by, None
         access = lane.block.order.block << _BLOCK_BITS | lane.access
+        looked = self._whole._writes.looked
         for unit in self._units(lane, at, size, stores=True):
+            for look in looked.get(unit, {}).values() if looked else ():
+                if not _known(lane, look):
+                    raise self._race("a store to", lane, unit, look, "loads")
             last = by.get(unit, 0)
             if last == _ATOMIC:
                 continue
@@ -241,17 +247,21 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
     def exchange(self, index, function: Callable) -> Any:
         old = WatchedArray.exchange(self, index, function)
         if CheckedArray.__getitem__(self, index) != old:
-            _RUN.current.polls = 0
+            _RUN.current.changed()
         return old
 
     def locate_relaxed(self, index: int, size: int) -> int:
         """As `locate`, when all others have run: the lane may be waiting for what they store."""
-        _RUN.current.poll_by_load()
+        _RUN.current.look()
         offset, lane = self.locate(index, size), _RUN.current.lane
-        counters, at = self._whole._writes.counters, self._begin() + offset
-        for place in range(at, at + size) if counters else ():
-            if place in counters:
-                lane.block.order.observe(lane, counters[place])
+        writes, at = self._whole._writes, self._begin() + offset
+        for place in range(at, at + size) if writes.counters else ():
+            if place in writes.counters:
+                lane.block.order.observe(lane, writes.counters[place])
+        block = lane.block.order.block << _BLOCK_BITS
+        access = block | lane.access & ~SLOT | lane.loads
+        for unit in self._units(lane, at, size, stores=False):
+            writes.looked.setdefault(unit, {})[block | lane.loads] = access
         return offset
 
     def store_relaxed(self, index: int, data: Any) -> None:
@@ -264,17 +274,17 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
         writes.counters[at] = counter
         lane.block.order.show(lane, counter)
         if memory[offset : offset + size] != data:
-            _RUN.current.polls = 0
-        memory[offset : offset + size] = data
+            memory[offset : offset + size] = data
+            _RUN.current.changed()
 
-    def _race(self, doing: str, lane: Any, unit: int, last: int) -> Race:
-        block, slot = last >> _BLOCK_BITS, last & SLOT
-        byte = unit << self._whole._writes.bits
-        there = f"{doing} byte {byte} of {self._whole.name}, to which thread {slot}"
+    def _race(self, doing: str, lane: Any, unit: int, last: int, did: str = "stores") -> Race:
+        block, thread = last >> _BLOCK_BITS, (last & SLOT) % lane.block.order.threads
+        byte, which = unit << self._whole._writes.bits, "which" if did == "loads" else "to which"
+        there = f"{doing} byte {byte} of {self._whole.name}, {which} thread {thread}"
         if block == lane.block.order.block:
-            return Race(f"{there} stores: a barrier is missing between them")
+            return Race(f"{there} {did}: a barrier is missing between them")
         return Race(
-            f"{there} of block number {block} stores: between them come, there, a fence and an "
+            f"{there} of block number {block} {did}: between them come, there, a fence and an "
             "atomic or a relaxed store; here, an atomic or a relaxed load that sees it, a fence, "
             "and a barrier with the threads that did neither"
         )

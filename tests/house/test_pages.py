@@ -14,7 +14,7 @@ WORKLOG = ROOT / "results" / "worklog"
 STEP_PAGES = sorted(WORKLOG.glob("step*.md"))
 PAGES = [*STEP_PAGES, WORKLOG / "README.md", *sorted((ROOT / "steps").glob("*.md"))]
 INDEX = (WORKLOG / "README.md").read_text(encoding="utf-8")
-ANOTHERS = r"step21_my_idea|steps/stepNN|step21\.md|run\.json|<gpu>"  # names that stand for others
+ANOTHERS = r"step23_my_idea|steps/stepNN|step23\.md|run\.json|<gpu>"  # names that stand for others
 
 
 def page_id(path: Path) -> str:

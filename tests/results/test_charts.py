@@ -64,8 +64,10 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
     assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
     assert {row.format for row in tenth.every} == set(FORMATS)
     (decode,) = (panel for panel in panels if panel.branch == ladder.DECODE)
-    away = [rung.row.shape for rung in decode.rungs if rung.away]
-    assert away == [(8, 4096, 14336)] * 2, "the N and K of the branch, where it has them"
+    away = {rung.row.step: rung.row.shape for rung in decode.rungs if rung.away}
+    homes = {17: (8, 4096, 14336), 18: (8, 4096, 14336), 21: (1, 28672, 4096)}
+    assert away.items() <= homes.items(), "the N and K of the branch, where it has them"
+    assert {17, 18} <= set(away)
 
     text = text_of(files["ladder.svg"]).split("\n")
     for label in ("1 naive W4A16", "15 wgmma int8 (fast)", "18 bulk copies, M=8"):
@@ -82,7 +84,8 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
 
 def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run) -> None:
     """In the decode panel where its time puts it, not where its bytes would. A step at a shape of
-    its own, where cuBLAS has more or less to do, has a piece of its own. Experts have none."""
+    its own, where cuBLAS has more or less to do, has a piece of its own. Experts have none, nor
+    have two products in one launch."""
     with mpl.rc_context(style.STYLE):
         panels = ladder.draw(run).axes
     for panel, axes in zip(query.ladder(run), panels, strict=True):
@@ -95,11 +98,15 @@ def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run
                 assert us is None
                 assert not lines
                 continue
+            here = [line for line in lines if min(line.get_ydata()) < y < max(line.get_ydata())]
+            if row.step == 21:
+                assert us is None
+                assert not here
+                continue
             assert us
             wanted = 2 * math.prod(row.shape) / us * 1e-6
             if panel.branch == ladder.DECODE:
                 wanted = (row.limit_share or 0) * (row.kernel_us or 0) / us
-            here = [line for line in lines if min(line.get_ydata()) < y < max(line.get_ydata())]
             assert here
             assert [x for line in here for x in line.get_xdata()] == pytest.approx(
                 2 * len(here) * [wanted]

@@ -591,6 +591,47 @@ def test_relaxed_accesses_without_a_fence_order_nothing(missing):
             simulate(hand_over(**{missing: False}), 2, 64, given, order=order, resident=2)
 
 
+def emptied(counted: bool = True, barrier: bool = True, seen: bool = True) -> Any:
+    """Both blocks load a word by relaxed loads; the last one that says so stores zero there."""
+
+    @cuda.jit
+    def kernel(out, flags):
+        arrived = cuda.shared.array(1, int32)
+        t = cuda.threadIdx.x
+        if cuda.blockIdx.x == 0 and t == 0:
+            store_u32_relaxed(flags, 0, 1)
+        while load_u32x4_relaxed(flags, 0)[0] == 0:
+            pass
+        if barrier:
+            cuda.syncthreads()
+        if t == 0:
+            if counted:
+                fence()
+            arrived[0] = cuda.atomic.add(out, 0, 1)
+            if seen:
+                fence()
+        cuda.syncthreads()
+        if arrived[0] == 1 and t == 1:
+            store_u32(flags, 0, 0)
+
+    return kernel
+
+
+def test_the_last_who_looked_may_empty_a_word():
+    for order in ORDERS:
+        out, flags = np.zeros(4, np.uint32), np.zeros(4, np.uint32)
+        simulate(emptied(), 2, 64, (out, flags), order=order, resident=2)
+        assert flags[0] == 0
+
+
+@pytest.mark.parametrize("missing", ["counted", "barrier", "seen"])
+def test_a_word_is_emptied_while_others_may_look(missing):
+    for order in ORDERS:
+        given = np.zeros(4, np.uint32), np.zeros(4, np.uint32)
+        with pytest.raises(Race, match=r"a store to byte 0 of flags, which thread \d+ of block nu"):
+            simulate(emptied(**{missing: False}), 2, 64, given, order=order, resident=2)
+
+
 def test_a_relaxed_store_ends_what_the_one_before_it_showed():
     """Block 1 overwrites block 0's flag, and has not fenced: who sees its flag knows of neither."""
 

@@ -25,6 +25,7 @@ BESIDE = (
 # An integer problem has one right result, bit for bit. The shape is ragged in every direction.
 ALONE = """
 import importlib, shutil, sys
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ class Machine:
 
     def run(launch):
         simulate(launch.kernel, launch.grid, launch.block, launch.args,
-                 shared_bytes=launch.shared_bytes)
+                 shared_bytes=launch.shared_bytes,
+                 resident=prod(launch.grid) if launch.together else 1)
 
 def check(step, name):
     for family in step.families:

@@ -82,6 +82,8 @@ def trace(
     launch = step.prepare(
         machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out
     )
+    if launch.together:
+        launch.args[-1][...] = 1  # what the other blocks, which do not run, would hand to this one
     threads = math.prod(launch.block)
     if warps is None:
         warps = range(0, -(-threads // WARP), WARPGROUP // WARP)
