@@ -60,6 +60,9 @@ def of_gguf(path: Path) -> Table | None:
         yield Column("compiled", rate(way, "compiled"))
         yield Column("MB", lambda row: f"{row[way]['bytes'] / 1e6:,.0f}")
 
+    def cold(row: Any) -> str:
+        return " and ".join(f"{number(one)} s" for one in row["blocks"].get("cold", ())) or ABSENT
+
     first, random = rows[0], any(one["name"].startswith("random") for one in rows)
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return of_records(
@@ -67,6 +70,11 @@ def of_gguf(path: Path) -> Table | None:
             _words("tokens/s", "file"),
             *columns(f"{first['dtype']} weights", "transformers"),
             *columns("use_gguf", "blocks"),
+            *(
+                [Column("first prefill, tokens", cold)]
+                if any("cold" in one["blocks"] for one in rows)
+                else []
+            ),
         ),
         rows,
         f"`generate`, {first['tokens']} tokens after {first['prompt']}, {versions}, {where}."

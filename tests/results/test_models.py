@@ -105,6 +105,19 @@ def test_gradients_stand_beside_torch_by_size(tmp_path: Path) -> None:
     ]
 
 
+def test_how_long_the_first_calls_wait_is_said_where_it_was_measured(tmp_path: Path) -> None:
+    own = {"bytes": 2e6, "eager": {"tokens_s": 30}, "compiled": {"tokens_s": 400}}
+    facts = {"name": "random", "dtype": "float16", "tokens": 128, "prompt": 128, "versions": {}}
+    warm = {"file": "a.gguf", "transformers": own, "blocks": own, **facts}
+    cold = {**warm, "file": "b.gguf", "blocks": own | {"cold": [3.09, 0.63]}}
+    text = told(models.of_gguf(write(tmp_path / "gguf.json", rows=[warm, cold])))
+    assert text[2].endswith("| MB | first prefill, tokens |")
+    assert text[4].endswith("| 30 | 400 | 2 | - |")
+    assert text[5].endswith("| 30 | 400 | 2 | 3.09 s and 0.63 s |")
+    plain = told(models.of_gguf(write(tmp_path / "gguf.json", rows=[warm])))
+    assert plain[2].endswith("| MB |")
+
+
 @pytest.mark.parametrize(
     "made",
     [

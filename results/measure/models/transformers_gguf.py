@@ -10,6 +10,8 @@ as transformers makes it, which is float weights of the whole file, and after `u
     tokens_s    by `generate`, eager and compiled (a static cache, which transformers compiles for):
                 tokens after the first by the time that they add to it, the median of some rounds
     first_s     seconds to the first token of the prompt
+    cold        with --cold, which leaves no kernel on disk: seconds that the first prefill takes,
+                and the first tokens by `generate`, with all that is compiled for them
 
 and how far the second's logits are from the first's: KL divergence, and how many tokens are equal.
 --random writes a file with the shapes of a model and random weights, for which speed and memory are
@@ -20,9 +22,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -31,6 +35,7 @@ from typing import Any, Final
 from qformats import WEIGHT_FORMATS
 from qformats.gguf_file import metadata
 from results.record.environment import environment, finished
+from steps.compile.kernel_cache import VARIABLE
 from steps.decoder.files import write_tiny
 from steps.nn import operator as operator
 from steps.nn.gguf import use_gguf
@@ -40,6 +45,8 @@ torch = operator.torch
 WAYS: Final = ("transformers", "blocks")
 MODES: Final = ("eager", "compiled")
 ROUNDS: Final = 5
+FIRST: Final = 8
+"""Tokens of which `cold` says how long the first ones take."""
 
 
 def _llama(layers: int, width: int, hidden: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -143,11 +150,15 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
         most = model.config.get_text_config().vocab_size
         prompt = torch.randint(most, (1, args.prompt), generator=generator).to(device)
+        found[way], models[way] = {"bytes": nbytes(model, device)}, model
         with torch.no_grad():
+            if args.cold:
+                generate = partial(model.generate, prompt, max_new_tokens=FIRST, do_sample=False)
+                calls = partial(model, prompt), generate
+                found[way]["cold"] = [seconds(call, device) for call in calls]
             logits.append(model(prompt).logits[0].float().log_softmax(-1).cpu())
             ids = model.generate(prompt, max_new_tokens=args.tokens, do_sample=False)
             answers.append(ids[0, args.prompt :].tolist())
-        found[way], models[way] = {"bytes": nbytes(model, device)}, model
     with torch.no_grad():
         for mode in modes:
             for way, one in speeds(models, prompt, args.tokens, mode).items():
@@ -172,11 +183,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens that follow")
+    parser.add_argument("--cold", action="store_true", help="with no compiled kernel on disk")
     args = parser.parse_args()
     if (args.file is None) == (args.random is None):
         parser.error("name a file, or --random and a model of which it has the shapes")
     env = environment()
     with tempfile.TemporaryDirectory() as folder:
+        if args.cold:
+            os.environ[VARIABLE] = f"{folder}/kernels"
         path = args.file
         if path is None:
             path = Path(folder) / f"{args.random}-{args.format}.gguf"
