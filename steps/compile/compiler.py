@@ -16,8 +16,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -124,12 +125,30 @@ def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKer
     Raises what the compiler raises.
     """
     kernel_cache.wait_for(kernel, signature, arch)
+    found = kernel_cache.find(kernel, signature, arch)
+    if found is None and (ask := _before_compiling.get()) is not None:
+        ask()
+        kernel_cache.wait_for(kernel, signature, arch)
     with global_compiler_lock:
-        found = kernel_cache.find(kernel, signature, arch)
+        found = found or kernel_cache.find(kernel, signature, arch)
         if found is None:
             found = compile_kernel(kernel, signature, arch)
             kernel_cache.store(kernel, signature, arch, found)
     return found
+
+
+_before_compiling: ContextVar[Callable[[], None] | None] = ContextVar("ask", default=None)
+
+
+@contextmanager
+def before_compiling(ask: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, ask() is called where `compiled` would compile a kernel; it may let
+    other processes compile it, and more."""
+    before = _before_compiling.set(ask)
+    try:
+        yield
+    finally:
+        _before_compiling.reset(before)
 
 
 def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:

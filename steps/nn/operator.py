@@ -33,6 +33,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -41,7 +42,7 @@ import numpy as np
 
 from qformats import FORMATS, Format
 from steps.compile import kernel_cache
-from steps.compile.compiler import architecture, signature_of
+from steps.compile.compiler import architecture, before_compiling, signature_of
 from steps.compile.dry_run import ArrayType
 from steps.contract import FLOATS, ceil_div
 from steps.kernels.parts.activations.layouts import GATED
@@ -643,9 +644,8 @@ def _loaded(
     with _loading_allowed():
         try:
             choice = w.choice(m, a, c, bias)
-            if not is_compiled(choice):
-                _compile_meanwhile(choice, w, x)
-            return prepare(choice, w.types[choice.layout])
+            with before_compiling(partial(_compile_meanwhile, choice, w, x)):
+                return prepare(choice, w.types[choice.layout])
         except (TypeError, ValueError):
             raise  # no kernel can do this
         except Exception as error:  # Numba and the driver have many types for it
@@ -696,7 +696,8 @@ def _compile_meanwhile(first: Choice, w: Weights, x: Tensor | None) -> None:
     asked = first.request
     wanted = {(w.key, asked.m, asked.bias): first}
     tokens = [asked.m]
-    if x is not None and x.ndim > 2 and x.shape[-2] > 1 and not torch.is_grad_enabled():
+    learns = x is None or x.requires_grad or torch.is_grad_enabled()  # (off in `Multiplied`)
+    if not learns and x.ndim > 2 and x.shape[-2] > 1:
         tokens.append(prod(x.shape[:-2]))
     layers = [
         (one.key, None if one.bias is None else NAMES.get(one.bias.dtype, "float32"))

@@ -27,7 +27,9 @@ import steps
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from qformats.storage import stored_weights
 from reference.drawn import random_blocks
-from steps.compile import parallel_compile
+from steps.compile import compiler, kernel_cache, parallel_compile
+from steps.compile.compiler import signature_of
+from steps.compile.kernel_cache import CompiledKernel
 from steps.driver import launcher
 from steps.driver.machines import Simulator
 from steps.nn import linear
@@ -1172,33 +1174,47 @@ def test_the_launches_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPa
 def test_the_first_product_asks_for_those_of_other_layers(host: Any, monkeypatch: Any) -> None:
     """And for those of the tokens that follow a prompt, after all of the prompt's."""
     host.runs, asked = False, []
+    monkeypatch.setenv(kernel_cache.VARIABLE, "off")
+    monkeypatch.setattr(kernel_cache, "_known", type(kernel_cache._known)())
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: CompiledKernel("", b"", False))
     monkeypatch.setattr(parallel_compile, "start", lambda gpu: asked.append("start"))
     compile_meanwhile = lambda wanted, gpu: asked.append([*wanted])  # noqa: E731
     monkeypatch.setattr(parallel_compile, "compile_meanwhile", compile_meanwhile)
-    alike = [uploaded(blocks_of()) for _ in range(2)]
-    assert asked == ["start"], "once for layers that are alike"
-    other = uploaded(blocks_of("q8_0"), nn.Parameter(tensor(N, dtype=torch.float16)))
-    gone = uploaded(blocks_of("q5_0"))
-    gone._move(torch.device("cpu"))
-    x = tensor(2, 20, K, dtype=torch.float16)
+
+    def load(launch: Any) -> Any:
+        compiler.compiled(launch.kernel, signature_of(launch.args), "sm_90a")
+        return host.load(launch)
+
+    monkeypatch.setattr(launcher, "load", load)
+
+    def asked_by(layer: Any, x: Any) -> Any:
+        kernel_cache._known.clear()
+        torch_operator._prepared.clear()
+        layer(x)
+        return asked.pop()
 
     def of(layer: Any, m: int) -> Any:
         bias = None if layer.bias is None else "float16"
         return choice_of(layer, m, "float16", "float16", bias=bias)
 
+    alike = [uploaded(blocks_of()) for _ in range(2)]
+    assert asked == ["start"], "once for layers that are alike"
+    other = uploaded(blocks_of("q8_0"), nn.Parameter(tensor(N, dtype=torch.float16)))
+    gone = uploaded(blocks_of("q5_0"))
+    gone._move(torch.device("cpu"))
     asked.clear()
+    x = tensor(2, 20, K, dtype=torch.float16)
     with torch.no_grad():
-        other(x)
         prompts, following = [of(other, 40), of(alike[0], 40)], [of(alike[0], 2), of(other, 2)]
-        assert asked.pop() == [*prompts, *following]
-        alike[1](tensor(40, K, dtype=torch.float16))
-        assert asked.pop() == [of(alike[0], 40), of(other, 40)], "no prompt"
-    alike[0](tensor(2, 24, K, dtype=torch.float16))
-    assert asked.pop() == [of(alike[0], 48), of(other, 48)], "where there is a gradient none follow"
-    monkeypatch.setattr(torch_operator, "is_compiled", lambda choice: True)
-    other(tensor(3, K, dtype=torch.float16))
-    uploaded(blocks_of("q4_1"))
-    assert not asked
+        assert asked_by(other, x) == [*prompts, *following]
+        assert asked_by(alike[1], x.view(40, K)) == prompts[::-1], "no prompt"
+    for layer, learns in zip(alike, (False, True), strict=True):
+        own = x.clone().requires_grad_(learns)
+        assert asked_by(layer, own) == prompts[::-1], "no tokens follow where gradients are made"
+    torch_operator._prepared.clear()
+    layer(tensor(4, 10, K, dtype=torch.float16))
+    uploaded(blocks_of())
+    assert not asked, "all of it is compiled"
 
 
 def input_gradient(layer: Any, gradient: Any) -> Any:
