@@ -673,7 +673,7 @@ def first_products_follow(layer: Any) -> None:
     if (key, dtype) in _looked_for:
         return
     _looked_for.add((key, dtype))
-    with torch.cuda.device(key[1]), suppress(ValueError):  # which is for who calls the layer
+    with torch.cuda.device(key[1]), suppress(Exception):  # of any type: who calls the layer gets it
         if not is_compiled(_choice(key, 1, dtype, dtype, None)):
             from steps.compile.parallel_compile import start
 

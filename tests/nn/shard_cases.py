@@ -540,7 +540,6 @@ def packed_on_the_host(layer: Any) -> Any:
         patch.setattr(operator, "upload", lambda array, device: torch.from_numpy(array.copy()))
         patch.setattr(operator, "capability", lambda device: (9, 0))
         patch.setattr(operator, "reserve_counters", lambda device: None)
-        patch.setattr(operator, "first_products_follow", lambda layer: None)
         layer._move(torch.device("cuda"))
     return layer
 
