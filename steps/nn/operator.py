@@ -696,8 +696,7 @@ def _compile_meanwhile(first: Choice, w: Weights, x: Tensor | None) -> None:
     asked = first.request
     wanted = {(w.key, asked.m, asked.bias): first}
     tokens = [asked.m]
-    learns = x is None or x.requires_grad or torch.is_grad_enabled()  # (off in `Multiplied`)
-    if not learns and x.ndim > 2 and x.shape[-2] > 1:
+    if x is not None and x.ndim > 2 and x.shape[-2] > 1 and not _learns(x):
         tokens.append(prod(x.shape[:-2]))
     layers = [
         (one.key, None if one.bias is None else NAMES.get(one.bias.dtype, "float32"))
@@ -709,6 +708,11 @@ def _compile_meanwhile(first: Choice, w: Weights, x: Tensor | None) -> None:
             with suppress(ValueError):  # which is for who calls this layer
                 wanted[key, m, bias] = _choice(key, m, asked.a, asked.c, bias)
     compile_meanwhile(wanted.values(), _machine())
+
+
+def _learns(x: Tensor) -> bool:
+    """Whether gradients are made, so that no tokens follow."""
+    return torch.is_grad_enabled() or x.requires_grad  # `Multiplied` has turned the first off
 
 
 def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:
