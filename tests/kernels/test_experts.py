@@ -226,6 +226,19 @@ def test_rows_of_all_groups_of_a_thread_block_have_room() -> None:
     assert most == 1.0
 
 
+@pytest.mark.parametrize("experts", [2, 40])
+def test_a_warp_makes_the_groups_of_a_thread_block(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 32 slots are grouped by a warp. The same bits: repeated ids in a token, an expert with
+    more slots than a group holds, ids that are none."""
+    ids = np.random.default_rng(1).integers(-1, experts + 1, (4, 8))
+    one = case(4, 8, experts, 40, 64, ids=ids)
+    found = one.check()
+    monkeypatch.setattr(few, "ROOM", (128,))
+    np.testing.assert_array_equal(one.run(), found)
+
+
 def test_more_slots_than_a_table_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "ROOM", (16,))
     case(13, 3, 4, 32, 64).check()
