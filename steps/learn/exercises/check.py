@@ -15,6 +15,7 @@ from typing import Final
 
 from qformats import BLOCK, FORMATS
 from reference import GOLDEN
+from steps.blocks.chained import multiplies_twice
 from steps.checks.cases import Case, extreme_case
 from steps.checks.select import ALL_FORMATS
 from steps.contract import Family, Step
@@ -101,6 +102,11 @@ def subjects(step: Step, asked: Asked = Asked()) -> Iterator[Subject]:
 def _of_first(step: Step, family: Family, name: str) -> Iterator[Subject]:
     """Of the first format, in which all that has to do with places is tried."""
     yield from _of_format(step, family, name, (TELLING,))
+    if multiplies_twice(step):  # by K x K weights besides; on one SM its ring is filled again
+        few = [replace(one, shape=(min(one.shape[0], 2), *one.shape[1:])) for one in CASES]
+        yield from _fitting(family, name, few)
+        yield from _fitting(family, name, few[:1], sms=1)
+        return
     small = list(_fitting(family, name, CASES))
     rings = (*DEEP, DEEPEST) if step.branch == "decode" else DEEP
     deep = list(_fitting(family, name, (LARGE_TILES, *rings), sms=1))

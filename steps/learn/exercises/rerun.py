@@ -3,6 +3,7 @@ each access to memory: what the simulator's error does not know."""
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from steps.checks.verify import Prepared
 from steps.contract import Step
 from steps.driver.machines import Simulator
 from steps.learn.exercises.trial import Array, Subject, limit, patience, prepared_for
+from steps.learn.trace.traced import hand_over
 from steps.simulator import banks
 from steps.simulator.arrays import CheckedArray, owner
 from steps.simulator.banks import APART, Gatherer
@@ -71,6 +73,8 @@ def run_again(step: Step, subject: Subject, **eyes: Any) -> Prepared:
     for launch in prepared.activations.launches:
         machine.run(launch)
     launch = prepared.launch
+    if "trace" in eyes:
+        hand_over(launch)
     with (
         suppress(Exception),
         limit(patience(subject.case)),
@@ -82,6 +86,7 @@ def run_again(step: Step, subject: Subject, **eyes: Any) -> Prepared:
             launch.args,
             order=subject.case.order,
             shared_bytes=launch.shared_bytes,
+            resident=math.prod(launch.grid) if launch.together else 1,
             **eyes,
         )
     return prepared

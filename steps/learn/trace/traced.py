@@ -12,7 +12,7 @@ import numpy as np
 from qformats import FORMATS
 from reference import Problem
 from steps.blocks.experts import RowsByIds
-from steps.contract import Shape, Size, Work, array_dtype
+from steps.contract import Launch, Shape, Size, Work, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
 from steps.registry import lesson_of
@@ -82,8 +82,7 @@ def trace(
     launch = step.prepare(
         machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out
     )
-    if launch.together:
-        launch.args[-1][...] = 1  # what the other blocks, which do not run, would hand to this one
+    hand_over(launch)
     threads = math.prod(launch.block)
     if warps is None:
         warps = range(0, -(-threads // WARP), WARPGROUP // WARP)
@@ -98,6 +97,13 @@ def trace(
     )
     name = launch.kernel.__name__
     return Trace(work, size, name, launch.grid, launch.block, recorder.instructions())
+
+
+def hand_over(launch: Launch) -> None:
+    """Gives a block that will run alone something in place of what the others would hand to it: the
+    last argument of a launch whose blocks wait for each other, zeros until then."""
+    if launch.together:
+        launch.args[-1][...] = 1
 
 
 def main_requests(instructions: Sequence[Instruction]) -> list[Instruction]:
