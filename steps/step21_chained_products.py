@@ -95,7 +95,7 @@ THREADS: Final = LANES * (CONSUMERS + PRODUCERS)
 ROW_TILES: Final = 2  # packed tiles side by side: what is read of A serves both
 ROWS: Final = ROW_TILES * TILE_ROWS  # of a matrix: a thread block multiplies so many at a time
 DEEP: Final = 2  # tiles of K of a slot: 32 lanes load 8 numbers each of its A
-MOST_SLOTS: Final = 3  # of the ring, for each consumer
+MOST_SLOTS: Final = 2  # of the ring, for each consumer
 IN_FLIGHT: Final = 2  # slots that are being filled, of each producer
 CHUNK: Final = 16  # bytes: 8 float16
 MBARRIER: Final = 8  # bytes
@@ -109,12 +109,12 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
     """(the kernel, its bytes of shared memory without A). slots: a multiple of CONSUMERS."""
     weights = half_weights(format_name)
     tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
-    # Shared memory: the ring, sums, mbarriers, A
+    # Shared memory: the ring, two sets of sums, mbarriers, A
     w_bytes = ROW_TILES * tile_bytes  # of 128 K
     slot_bytes = DEEP * w_bytes
     sums_begin = slots * slot_bytes
     sums_bytes = 4 * CONSUMERS * ROWS
-    full = sums_begin + sums_bytes
+    full = sums_begin + 2 * sums_bytes
     empty = full + slots * MBARRIER
     a_begin = empty + slots * MBARRIER
     group_bytes = TILE_GROUP * tile_bytes  # of 128 rows and 128 K of a matrix
@@ -268,9 +268,9 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
                         slot, parity = warp, int32(parity ^ 1)
 
                 # --- registers -> shared: the sums of each warp
-                barrier_sync(1, LANES * CONSUMERS)  # those of the pair before have been added up
+                sums = sums_begin + (turn & 1) * sums_bytes  # the other set may still be added up
                 if lane & 3 == 0:
-                    first = sums_begin + 4 * (warp * ROWS + (lane >> 2))
+                    first = sums + 4 * (warp * ROWS + (lane >> 2))
                     for j in range(ROW_TILES):
                         store_f32(shared, first + 4 * TILE_ROWS * j, acc[4 * j])
                         store_f32(shared, first + 4 * TILE_ROWS * j + 32, acc[4 * j + 2])
@@ -280,7 +280,7 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
                 if warp == turn % CONSUMERS:
                     total = float32(0)
                     for q in range(CONSUMERS):
-                        total += load_f32(shared, sums_begin + 4 * (q * ROWS + lane))
+                        total += load_f32(shared, sums + 4 * (q * ROWS + lane))
                     result = uint32(float_to_half(total * scale))
                     if second:
                         if n < N:
