@@ -259,7 +259,10 @@ def choose(request: ExpertsRequest, machine: Any) -> ExpertsChoice:
     rows = request.slots / request.experts
     for_many = [many.FAST, many.KERNEL] if request.accuracy == "fast" else [many.KERNEL]
     for kernel in for_many:
-        if rows > kernel.rows and not kernel.why_not(request, machine.cc):
+        more = rows > kernel.rows
+        # slots beyond the tables of a thread block are another's, which reads the weights again
+        more |= kernel is many.KERNEL and request.slots > few.ROOM[-1]
+        if more and not kernel.why_not(request, machine.cc):
             return ExpertsChoice(request, kernel, f"{rows:.3g} rows for an expert on average")
     if why := few.KERNEL.why_not(request, machine.cc):
         raise ValueError(why)

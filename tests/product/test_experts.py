@@ -163,11 +163,13 @@ def test_what_no_kernel_takes() -> None:
 
 
 def test_many_rows_for_an_expert_are_for_another_kernel() -> None:
-    def kernel(tokens: int) -> str:
-        return choose(ExpertsRequest("q4_0", tokens, 8, 128, N, K), Simulator()).kernel.name
+    def kernel(tokens: int, count: int = 128) -> str:
+        return choose(ExpertsRequest("q4_0", tokens, 8, count, N, K), Simulator()).kernel.name
 
     most = 16 * many.H200_ROWS
     assert [kernel(t) for t in (1, most, most + 1, 4096)] == ["few", "few", "many", "many"]
+    # and more slots than a thread block of `few` has tables for
+    assert [kernel(t, 1024) for t in (128, 129)] == ["few", "many"]
 
 
 def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
