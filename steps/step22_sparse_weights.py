@@ -34,8 +34,9 @@ Why it should help
     was 1.3x at (4096,4096,4096), from copies that take cycles of those 128 bytes; they do not.
 What it costs
     Accuracy: pruning takes 0.136 of the energy of normal weights, an NMSE twenty times that of Q4_0
-    itself, and 0.204 of uniform ones. Without retraining no model is what it was. It is a lesson:
-    gemm never prunes. Few tokens make few tiles, which no blocks share here.
+    itself, and 0.204 of uniform ones. Without training a model is none any more. It is a lesson:
+    gemm never prunes. A NaN in A that meets pruned weights alone is not seen. Few tokens make few
+    tiles, which no blocks share here.
 Machine code
     HGMMA.SP, eight a stage, with no wait but WARPGROUP.DEPBAR; no spills with 2 x 64 sums a thread.
 Prerequisites

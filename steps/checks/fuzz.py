@@ -202,6 +202,10 @@ class Judged:
             if kind in SPOILED:
                 part = _floats(self.c[rows])
                 wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
+                if self.case.kernel.accuracy == "pruned":  # a weight that is pruned hides it
+                    spoils = ~np.isfinite(self.problem.a[rows].astype(np.float64))
+                    meets = spoils.astype(np.float64) @ (self.products.weights != 0).T
+                    wrong &= meets > 0
                 if wrong.any():
                     m, n = (int(i) for i in np.argwhere(wrong)[0])
                     found.append(

@@ -91,6 +91,7 @@ class Multiplication:
         "descriptor",
         "dtypes",
         "group",
+        "kept",
         "site",
         "tile",
         "warpgroup",
@@ -106,9 +107,11 @@ class Multiplication:
         dtypes: tuple,
         warpgroup: int,
         group: int,
+        kept: np.ndarray | None = None,
     ):
+        """kept: of a sparse A, which numbers of K it has, bool[64, K]."""
         self.block, self.tile, self.a, self.adds = block, tile, a, adds
-        self.warpgroup = warpgroup
+        self.warpgroup, self.kept = warpgroup, kept
         self.descriptor, self.dtypes, self.group = descriptor, dtypes, group
         self.site: Site = here()
         self.b = self._read()
@@ -141,7 +144,11 @@ class Multiplication:
         of_a, of_b = self.dtypes
         a = numbers(np.ascontiguousarray(self.a), of_a).astype(np.float64)
         b = numbers(np.ascontiguousarray(self.b), of_b).astype(np.float64)
-        tile, sums = self.tile, a @ b.T  # exact in float64 but for the last bits of float16 sums
+        tile = self.tile
+        if self.kept is None or np.isfinite(b).all():
+            sums = a @ b.T  # exact in float64 but for the last bits of float16 sums
+        else:  # what A does not have meets no NaN of B
+            sums = np.where(self.kept[:, None], a[:, None] * b, 0.0).sum(axis=2)
         if tile.values.dtype.kind == "f":
             tile.values = (sums + tile.values if self.adds else sums).astype(np.float32)
         else:
@@ -171,16 +178,17 @@ def begin(
     rows = np.empty((4, 16, _K_BYTES // 4), np.uint32)
     rows[:, A_ROW, A_WORD] = words
     descriptor, adds = lanes[0][5], lanes[0][-1]
-    a = rows.reshape(_ROWS, -1)
+    a, kept = rows.reshape(_ROWS, -1), None
     if selector is not None:
-        a = _dense(a, np.array([lane[6] for lane in lanes], np.uint32), selector)
-    begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, group, commits)
+        a, kept = _dense(a, np.array([lane[6] for lane in lanes], np.uint32), selector)
+    begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, group, commits, kept)
     block.multiplying.setdefault(group, []).append(begun)
     return [Accumulators(tile, i) for i in range(len(lanes))]
 
 
-def _dense(kept: np.ndarray, metadata: np.ndarray, selector: int) -> np.ndarray:
-    """A sparse A with its zeros: words [64, 8], two kept 16-bit numbers each, as words [64, 16]."""
+def _dense(pairs: np.ndarray, metadata: np.ndarray, selector: int) -> tuple[np.ndarray, np.ndarray]:
+    """A sparse A, words [64, 8] of two 16-bit numbers each, with its zeros as words [64, 16], and
+    which numbers it has, bool[64, 32]."""
     words = metadata.reshape(4, 8, 4)[..., 2 * selector : 2 * selector + 2]  # [warp, g, half of K]
     bits = np.stack([words & 0xFFFF, words >> 16], axis=1)  # [warp, row g or g + 8, g, half of K]
     fours = bits[..., None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
@@ -192,10 +200,12 @@ def _dense(kept: np.ndarray, metadata: np.ndarray, selector: int) -> np.ndarray:
             f"the metadata of a sparse wgmma gives two numbers of row {row}, K {4 * group} to "
             f"{4 * group + 3}, the position {first[row, group]}: they need two positions"
         )
-    a = np.zeros((_ROWS, 8, 4), np.uint16)
-    for positions, numbers_of in ((first, kept & 0xFFFF), (second, kept >> 16)):
-        np.put_along_axis(a, positions[..., None].astype(int), numbers_of[..., None], axis=2)
-    return a.reshape(_ROWS, -1).view(np.uint32)
+    a, kept = np.zeros((_ROWS, 8, 4), np.uint16), np.zeros((_ROWS, 8, 4), bool)
+    for positions, halves in ((first, pairs & 0xFFFF), (second, pairs >> 16)):
+        at = positions[..., None].astype(int)
+        np.put_along_axis(a, at, halves[..., None], axis=2)
+        np.put_along_axis(kept, at, True, axis=2)
+    return a.reshape(_ROWS, -1).view(np.uint32), kept.reshape(_ROWS, -1)
 
 
 def wait(handed: list, newest: int) -> list:
