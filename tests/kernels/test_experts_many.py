@@ -324,6 +324,19 @@ def test_tiles_of_more_tokens_than_a_warpgroup_has_threads(
     Case(request, "same").check(Simulator(6))
 
 
+@pytest.mark.parametrize("how", ["random", "skewed"])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_tiles_of_an_expert_are_alike_and_narrow_ones_multiply_less(
+    how: str, gate: str | None, few_sms: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 tokens, or 16: experts of 27 rows in one tile of 32, of 60 in two of 30, of 9 in one of
+    16."""
+    monkeypatch.setattr(many, "TOKENS", (32,))
+    monkeypatch.setattr(many, "LEAST_NARROW", 32)
+    request = replace(SMALL, tokens=60, chosen=1, n=160, k=160, gate=gate)
+    Case(request, how).check(Simulator(7))
+
+
 @pytest.mark.parametrize(
     ("rows", "bm", "tiles_of"),
     [(0.01, 64, 0.0), (32, 64, 1.0), (64, 64, 1.5), (256, 128, 2.5), (250, 320, 1.0)],

@@ -127,6 +127,8 @@ H200_FAST_ROWS: Final = 24
 """And above which int8 is faster than float16: pairs of 8, 16 and 16 rows took 1.13, 1.09 and 0.97
 times as long (gpt-oss twice, 256 experts), of 32 rows 0.91 and 0.88, of 64 rows 0.85."""
 
+NARROWER: Final = 16
+LEAST_NARROW: Final = 112
 EVERY_LANE: Final = 0xFFFFFFFF
 STAGES: Final = 5  # of the ring, at most
 STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, the first that fits
@@ -170,10 +172,13 @@ def kernel(
     end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind, ordered)
     load_tokens, put_tokens = end.load_tokens, end.put_tokens
     load_features = end.load_features
-    sums, gated, store, wait_for_stores = end.sums, end.gated, end.store, end.wait_for_stores
+    gated, store, wait_for_stores = end.gated, end.store, end.wait_for_stores
     # of int32: offsets[E + 1], first_tile[E + 1]
     offsets_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4
-    n_acc, no_sums = bm // 2, (zeros_i32 if of_bytes else zeros_f32)(bm // 2)
+    zeros = zeros_i32 if of_bytes else zeros_f32
+    narrow = bm - NARROWER if bm >= LEAST_NARROW else bm
+    sums, sums_of_narrow = end.sums_of(bm), end.sums_of(narrow)
+    n_acc, no_sums, narrow_sums = bm // 2, zeros(bm // 2), zeros(narrow // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
     stagger_barrier = 1 + WARPGROUPS  # the named barrier behind those of `store`
@@ -218,8 +223,13 @@ def kernel(
             i = min(int32(expert + lane * apart), experts)
             found = cuda.popc(cuda.ballot_sync(EVERY_LANE, tables[first_tile_at + i] <= tile_m))
             expert, apart = int32(expert + (found - 1) * apart), int32(apart >> 5)
-        first = tables[offsets_at + expert] + (tile_m - tables[first_tile_at + expert]) * bm
-        there = min(tables[offsets_at + expert + 1] - first, bm)
+        first, end = tables[offsets_at + expert], tables[offsets_at + expert + 1]
+        tile, height = tile_m - tables[first_tile_at + expert], int32(bm)
+        if narrow < bm:  # the expert's tiles are alike
+            tiles_m = tables[first_tile_at + expert + 1] - tables[first_tile_at + expert]
+            height = int32(uint32(end - first + tiles_m - 1) // uint32(tiles_m))
+        first = first + tile * height
+        there = min(end - first, height)
         n0 = (tile_id - tile_m * tiles_n) * features
         return (
             int32(shfl(expert, 0)),
@@ -237,6 +247,51 @@ def kernel(
             group = int32(expert * groups + min(int32(own + i), int32(groups - 1)))
             source = (int64(group) * steps + step) * group_bytes
             bulk_copy(memory, to + i * group_bytes, w, source, group_bytes, memory, barrier)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_tile(
+        acc, acc1, memory, stage, parity, others_begin, steps, warp, lane, tokens
+    ):  # fmt: skip
+        """Both accumulator halves of a tile, all of K, as many tokens as acc has sums for."""
+        previous, step, half = int32(0), int32(0), int32(0)
+        while True:
+            # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
+            # newest product running: registers of the other are free. It is a loop, and not
+            # written out for both halves of a stage, since ptxas gives each product that it
+            # sees registers of its own.
+            if half == 0:
+                wait_full(memory, stage, parity)
+            at = weights_at + stage * w_bytes + warp * warp_bytes
+            b = swizzled_descriptor(memory, stage * a_bytes) + half * half_of_a
+            loaded = load(memory, at, lane, half)
+            if acc_halves == 2:
+                loaded1 = load(memory, at + acc_half_bytes, lane, half)
+            acc = wait_for_all_but_one(acc)
+            if acc_halves == 1:
+                # the half before has been multiplied but for its last product
+                acc = multiply(acc, loaded, b)
+                acc = wait_for_all_but_one(acc)
+            else:
+                acc = multiply(acc, loaded, b)
+                acc1 = wait_for_all_but_one(acc1)
+            # the stage before has been multiplied
+            release(memory, previous, lane == 0 and half == 0 and step > 0)
+            if acc_halves == 2:
+                acc1 = multiply(acc1, loaded1, b)
+            if half == 0:
+                previous = stage
+            else:
+                if stagger and step == others_begin:
+                    barrier_arrive(stagger_barrier, CONSUMERS)
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+            half = int32(half ^ 1)
+            if step == steps:
+                break
+        put_tokens(tokens)
+        acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
+        release(memory, previous, lane == 0)
+        return acc, acc1, stage, parity
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
     def experts_many(a_map, w, row_scales, token_scales, bias, c, rows, offsets, sizes):
@@ -289,10 +344,8 @@ def kernel(
                 others_begin = int32(min(stagger, steps) - 1)
             else:
                 barrier_sync(stagger_barrier, CONSUMERS)
-        previous = int32(0)
         while tile_id < tiles_c:
             expert, first, there, n0 = find(tables, tile_id, tiles_n, experts, lane)
-            acc, acc1, step, half = no_sums(), no_sums(), int32(0), int32(0)
             # what the end needs, asked for while nothing waits for it
             tokens = load_tokens(rows, token_scales, first, there)
             n = int32(n0 + (warp >> 2) * (HALF // WARPGROUPS))
@@ -300,56 +353,28 @@ def kernel(
             u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
             if acc_halves == 2:
                 u1 = load_features(row_scales, bias, expert, n1, groups, N, 1 if is_gated else 0)
-            while True:
-                # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
-                # newest product running: registers of the other are free. It is a loop, and not
-                # written out for both halves of a stage, since ptxas gives each product that it
-                # sees registers of its own.
-                if half == 0:
-                    wait_full(memory, stage, parity)
-                at = weights_at + stage * w_bytes + warp * warp_bytes
-                b = swizzled_descriptor(memory, stage * a_bytes) + half * half_of_a
-                loaded = load(memory, at, lane, half)
-                if acc_halves == 2:
-                    loaded1 = load(memory, at + acc_half_bytes, lane, half)
-                acc = wait_for_all_but_one(acc)
-                if acc_halves == 1:
-                    # the half before has been multiplied but for its last product
-                    acc = multiply(acc, loaded, b)
-                    acc = wait_for_all_but_one(acc)
-                else:
-                    acc = multiply(acc, loaded, b)
-                    acc1 = wait_for_all_but_one(acc1)
-                # the stage before has been multiplied
-                release(memory, previous, lane == 0 and half == 0 and step > 0)
-                if acc_halves == 2:
-                    acc1 = multiply(acc1, loaded1, b)
-                if half == 0:
-                    previous = stage
-                else:
-                    if stagger and step == others_begin:
-                        barrier_arrive(stagger_barrier, CONSUMERS)
-                    stage, parity = next_stage(stage, parity)
-                    step = int32(step + 1)
-                half = int32(half ^ 1)
-                if step == steps:
-                    break
+            x, y = cuda.local.array(n_acc, float32), cuda.local.array(n_acc, float32)
+            if narrow < bm and there <= narrow:
+                acc, acc1, stage, parity = multiply_tile(
+                    narrow_sums(), narrow_sums(), memory, stage, parity, others_begin, steps, warp,
+                    lane, tokens,
+                )  # fmt: skip
+                sums_of_narrow(x, acc, u)
+                sums_of_narrow(y, acc1, u1)
+            else:
+                wide, wide1, stage, parity = multiply_tile(
+                    no_sums(), no_sums(), memory, stage, parity, others_begin, steps, warp, lane,
+                    tokens,
+                )  # fmt: skip
+                sums(x, wide, u)
+                sums(y, wide1, u1)
             others_begin = int32(-1)
-            put_tokens(tokens)
-            acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
-            release(memory, previous, lane == 0)
-            x = cuda.local.array(n_acc, float32)
-            sums(x, acc, u)
             if is_gated:
-                y = cuda.local.array(n_acc, float32)
-                sums(y, acc1, u1)
                 gated(x, y)
             store(x, c, first, there, n, N)
             if acc_halves == 2 and not is_gated:
-                z = cuda.local.array(n_acc, float32)
-                sums(z, acc1, u1)
                 wait_for_stores()
-                store(z, c, first, there, n1, N)
+                store(y, c, first, there, n1, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
