@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product as product_of
-from math import erfc, sqrt
+from math import ceil, erfc, sqrt
 from typing import Any, Final
 
 import numpy as np
@@ -127,8 +127,9 @@ H200_FAST_ROWS: Final = 24
 """And above which int8 is faster than float16: pairs of 8, 16 and 16 rows took 1.13, 1.09 and 0.97
 times as long (gpt-oss twice, 256 experts), of 32 rows 0.91 and 0.88, of 64 rows 0.85."""
 
-NARROWER: Final = 16
 LEAST_NARROW: Final = 112
+"""Tokens of a tile from which on it may be a narrow one."""
+
 EVERY_LANE: Final = 0xFFFFFFFF
 STAGES: Final = 5  # of the ring, at most
 STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, the first that fits
@@ -176,7 +177,7 @@ def kernel(
     # of int32: offsets[E + 1], first_tile[E + 1]
     offsets_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4
     zeros = zeros_i32 if of_bytes else zeros_f32
-    narrow = bm - NARROWER if bm >= LEAST_NARROW else bm
+    narrow = narrow_tokens(bm)
     sums, sums_of_narrow = end.sums_of(bm), end.sums_of(narrow)
     n_acc, no_sums, narrow_sums = bm // 2, zeros(bm // 2), zeros(narrow // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
@@ -396,14 +397,19 @@ def table_bytes(experts: int) -> int:
     return 8 * (experts + 1)
 
 
-def expected_tiles(rows: float, bm: int) -> float:
-    """Tiles of bm rows of an expert that has `rows` of them on average, where tokens choose at
-    random: the sum of how likely it is to have more than 0, bm, 2 bm ... rows (as of a normal
-    distribution)."""
-    deviation, found, j = sqrt(2 * max(rows, 1e-9)), 0.0, 0
-    while (more := erfc((j * bm + 0.5 - rows) / deviation) / 2) > 1e-6 or j * bm < rows:
-        found, j = found + more, j + 1
-    return found
+def narrow_tokens(bm: int) -> int:
+    """Tokens that are multiplied of a tile of `bm` which has no more than these; bm where all of it
+    is always multiplied: of few tokens weights are what takes time."""
+    return bm - 16 if bm >= LEAST_NARROW else bm
+
+
+def likely_rows(rows: float) -> list[tuple[int, float]]:
+    """(rows, how likely) of an expert that has `rows` of them on average, where tokens choose at
+    random: as of a normal distribution. None are left out."""
+    deviation = sqrt(2 * max(rows, 1e-9))
+    most = ceil(rows + 4 * deviation) + 1
+    beyond = [erfc((r - 0.5 - rows) / deviation) / 2 for r in range(1, most + 2)]
+    return [(r, beyond[r - 1] - beyond[r]) for r in range(1, most + 1)]
 
 
 def stage_cycles(stored_as: Any, fast: bool, bn: int, bm: int) -> int:
@@ -418,9 +424,17 @@ def tile_tokens(stored_as: Any, fast: bool, rows: float, bn: int, steps: int, mo
     """The tokens of a tile, up to `most`, with which an expert of `rows` rows should take the
     fewest cycles."""
 
+    of_rows = likely_rows(rows)
+
     def cycles(bm: int) -> float:
-        each = steps * stage_cycles(stored_as, fast, bn, bm) + H200_TILE_END
-        return expected_tiles(rows, bm) * each
+        narrow, found = narrow_tokens(bm), 0.0
+        each = {
+            n: steps * stage_cycles(stored_as, fast, bn, n) + H200_TILE_END for n in (narrow, bm)
+        }
+        for r, likely in of_rows:
+            tiles = ceil_div(r, bm)
+            found += likely * tiles * each[narrow if r <= tiles * narrow else bm]
+        return found
 
     return min((bm for bm in TOKENS if bm <= most), key=cycles)
 
