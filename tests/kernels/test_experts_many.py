@@ -354,7 +354,7 @@ def test_tiles_hold_the_rows_of_an_expert() -> None:
     assert many.tile_tokens(q4_0, False, 512, 256, 16, 160) == 144
     assert many.tile_tokens(q4_0, False, 1, 256, 16, 160) == 16
     assert many.tile_tokens(q4_0, False, 512, 256, 16, 128) == 128
-    assert many.tile_tokens(q4_0, True, 256, 256, 16, 160) == 160
+    assert many.tile_tokens(q4_0, True, 256, 256, 16, 144) == 144
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ from steps.instructions import (
     setmaxnreg_inc,
     shfl,
     shfl_up,
+    spread,
     store_f32,
     store_u16,
     swizzled_descriptor,
@@ -111,7 +112,7 @@ def most_tokens(bits: int, fast: bool, scaled: bool, gated: bool) -> int:
     bits, for tokens without scales, and for int8 whose two sums become one output. Of more bits 128
     tokens leave a ring of four stages, with which an H200 is faster than with 144 and three."""
     if fast:
-        return 160 if gated else 128
+        return 144 if gated else 128
     return 160 if bits == 4 and not scaled else 128
 
 
@@ -173,13 +174,13 @@ def kernel(
     end = scatter(bm, area_at, staging, output, scaled, of_bias, gate, sum_kind, ordered)
     load_tokens, put_tokens = end.load_tokens, end.put_tokens
     load_features = end.load_features
-    gated, store, wait_for_stores = end.gated, end.store, end.wait_for_stores
+    sums, gated, store, wait_for_stores = end.sums, end.gated, end.store, end.wait_for_stores
     # of int32: offsets[E + 1], first_tile[E + 1]
     offsets_at = area_at // 4 + WARPGROUPS * end.area_bytes // 4
     zeros = zeros_i32 if of_bytes else zeros_f32
-    narrow = narrow_tokens(bm)
-    sums, sums_of_narrow = end.sums_of(bm), end.sums_of(narrow)
-    n_acc, no_sums, narrow_sums = bm // 2, zeros(bm // 2), zeros(narrow // 2)
+    narrow = narrow_tokens(bm, of_bias, gate)
+    n_acc, n_few = bm // 2, narrow // 2
+    no_sums, narrow_sums = zeros(n_acc), zeros(n_few)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
     stagger_barrier = 1 + WARPGROUPS  # the named barrier behind those of `store`
@@ -354,28 +355,37 @@ def kernel(
             u = u1 = load_features(row_scales, bias, expert, n, groups, N, 0)
             if acc_halves == 2:
                 u1 = load_features(row_scales, bias, expert, n1, groups, N, 1 if is_gated else 0)
-            x, y = cuda.local.array(n_acc, float32), cuda.local.array(n_acc, float32)
+            acc, acc1 = cuda.local.array(n_acc, sum_kind), cuda.local.array(n_acc, sum_kind)
             if narrow < bm and there <= narrow:
-                acc, acc1, stage, parity = multiply_tile(
+                one, other, stage, parity = multiply_tile(
                     narrow_sums(), narrow_sums(), memory, stage, parity, others_begin, steps, warp,
                     lane, tokens,
                 )  # fmt: skip
-                sums_of_narrow(x, acc, u)
-                sums_of_narrow(y, acc1, u1)
+                few, few1 = cuda.local.array(n_few, sum_kind), cuda.local.array(n_few, sum_kind)
+                spread(few, one)
+                spread(few1, other)
+                for r in range(n_few):
+                    acc[r], acc1[r] = few[r], few1[r]
             else:
-                wide, wide1, stage, parity = multiply_tile(
+                many, many1, stage, parity = multiply_tile(
                     no_sums(), no_sums(), memory, stage, parity, others_begin, steps, warp, lane,
                     tokens,
                 )  # fmt: skip
-                sums(x, wide, u)
-                sums(y, wide1, u1)
+                spread(acc, many)
+                spread(acc1, many1)
             others_begin = int32(-1)
+            x = cuda.local.array(n_acc, float32)
+            sums(x, acc, u)
             if is_gated:
+                y = cuda.local.array(n_acc, float32)
+                sums(y, acc1, u1)
                 gated(x, y)
             store(x, c, first, there, n, N)
             if acc_halves == 2 and not is_gated:
+                z = cuda.local.array(n_acc, float32)
+                sums(z, acc1, u1)
                 wait_for_stores()
-                store(y, c, first, there, n1, N)
+                store(z, c, first, there, n1, N)
             tile_id = int32(tile_id + cuda.gridDim.x)
 
         # rows without an expert are NaN
@@ -397,10 +407,11 @@ def table_bytes(experts: int) -> int:
     return 8 * (experts + 1)
 
 
-def narrow_tokens(bm: int) -> int:
+def narrow_tokens(bm: int, of_bias: str | None, gate: str | None) -> int:
     """Tokens that are multiplied of a tile of `bm` which has no more than these; bm where all of it
-    is always multiplied: of few tokens weights are what takes time."""
-    return bm - 16 if bm >= LEAST_NARROW else bm
+    is always multiplied: of few tokens weights are what takes time, and with biases of both
+    accumulator halves registers do not suffice."""
+    return bm if bm < LEAST_NARROW or (of_bias is not None and gate is None) else bm - 16
 
 
 def likely_rows(rows: float) -> list[tuple[int, float]]:
@@ -420,14 +431,17 @@ def stage_cycles(stored_as: Any, fast: bool, bn: int, bm: int) -> int:
     return int8_stage_cycles(byte_format(stored_as.name).tile_bytes, instructions, bn, bm)
 
 
-def tile_tokens(stored_as: Any, fast: bool, rows: float, bn: int, steps: int, most: int) -> int:
+def tile_tokens(
+    stored_as: Any, fast: bool, rows: float, bn: int, steps: int, most: int,
+    of_bias: str | None = None, gate: str | None = None,
+) -> int:  # fmt: skip
     """The tokens of a tile, up to `most`, with which an expert of `rows` rows should take the
     fewest cycles."""
 
     of_rows = likely_rows(rows)
 
     def cycles(bm: int) -> float:
-        narrow, found = narrow_tokens(bm), 0.0
+        narrow, found = narrow_tokens(bm, of_bias, gate), 0.0
         each = {
             n: steps * stage_cycles(stored_as, fast, bn, n) + H200_TILE_END for n in (narrow, bm)
         }
@@ -472,7 +486,7 @@ def product(
     bn = 2 * HALF if request.n > HALF or request.gate else HALF
     each, gated = request.slots / request.experts, request.gate is not None
     most = most_tokens(stored_as.bits, fast, bool(scales), gated)
-    bm = tile_tokens(stored_as, fast, each, bn, steps, most)
+    bm = tile_tokens(stored_as, fast, each, bn, steps, most, request.bias, request.gate)
     ordered = request.leads or request.router is not None
     kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate
     for stages, staging in product_of(range(STAGES, 1, -1), STAGINGS):

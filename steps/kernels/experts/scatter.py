@@ -9,7 +9,6 @@ accumulator halves, so what it stores is their product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +21,6 @@ from steps.instructions import (
     load_f32,
     load_u32,
     load_u32x4,
-    spread,
     stmatrix_x4_trans,
     store_f32,
 )
@@ -46,9 +44,8 @@ class Scatter:
     load_features(row_scales, bias, expert, n, groups, N, half) -> u, as of `load_two_features`
         row scales and biases of the thread's two features, of the warpgroup's 64 from feature n
         of C on; where there is a gate, of the gates (half 0) or of the ups (1)
-    sums_of(tokens) -> sums(x, acc, u)
-        x = the accumulators of `wgmma` of so many tokens, all there, times all scales, plus the
-        bias
+    sums(x, acc, u)
+        x = the accumulators of `wgmma`, a local array of `kind`, times all scales, plus the bias
     gated(x, y)
         x = the gate of gates x and ups y
     store(x, c, first, there, n, N)
@@ -62,7 +59,7 @@ class Scatter:
     load_tokens: Any
     put_tokens: Any
     load_features: Any
-    sums_of: Callable[[int], Any]
+    sums: Any
     gated: Any
     store: Any
     wait_for_stores: Any
@@ -148,27 +145,19 @@ def scatter(
         ):  # else the barrier between stores to the area and loads serves
             wait_for_stores()
 
-    def sums_of(of_tokens: int) -> Any:
-        n = of_tokens // 2
-
-        @cuda.jit(device=True, forceinline=True)
-        def sums(x, acc, u):
-            scales = cuda.shared.array(0, float32, alignment=128)
-            at = int32(table_at() + 2 * (cuda.threadIdx.x & 3))
-            as_they_are = cuda.local.array(n, kind)
-            spread(as_they_are, acc)
-            for r in range(0, n, 4):
-                x[r], x[r + 1] = float32(as_they_are[r]) * u[0], float32(as_they_are[r + 1]) * u[0]
-                x[r + 2] = float32(as_they_are[r + 2]) * u[1]
-                x[r + 3] = float32(as_they_are[r + 3]) * u[1]
-                if scaled:  # last: the sums times these alone may overflow
-                    v, w = scales[at + 2 * r], scales[at + 2 * r + 1]
-                    x[r], x[r + 1] = x[r] * v, x[r + 1] * w
-                    x[r + 2], x[r + 3] = x[r + 2] * v, x[r + 3] * w
-                x[r], x[r + 1] = add(x[r], u[2]), add(x[r + 1], u[2])
-                x[r + 2], x[r + 3] = add(x[r + 2], u[3]), add(x[r + 3], u[3])
-
-        return sums
+    @cuda.jit(device=True, forceinline=True)
+    def sums(x, acc, u):
+        scales = cuda.shared.array(0, float32, alignment=128)
+        at = int32(table_at() + 2 * (cuda.threadIdx.x & 3))
+        for r in range(0, n_acc, 4):
+            x[r], x[r + 1] = float32(acc[r]) * u[0], float32(acc[r + 1]) * u[0]
+            x[r + 2], x[r + 3] = float32(acc[r + 2]) * u[1], float32(acc[r + 3]) * u[1]
+            if scaled:  # last: the sums times these alone may overflow
+                v, w = scales[at + 2 * r], scales[at + 2 * r + 1]
+                x[r], x[r + 1] = x[r] * v, x[r + 1] * w
+                x[r + 2], x[r + 3] = x[r + 2] * v, x[r + 3] * w
+            x[r], x[r + 1] = add(x[r], u[2]), add(x[r + 1], u[2])
+            x[r + 2], x[r + 3] = add(x[r + 2], u[3]), add(x[r + 3], u[3])
 
     @cuda.jit(device=True, forceinline=True)
     def gated(x, y):
@@ -237,5 +226,5 @@ def scatter(
 
     store = store_floats if to_floats else store_halves
     return Scatter(
-        area_bytes, load_tokens, put_tokens, load_features, sums_of, gated, store, wait_for_stores
+        area_bytes, load_tokens, put_tokens, load_features, sums, gated, store, wait_for_stores
     )
