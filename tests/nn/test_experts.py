@@ -192,8 +192,8 @@ def test_a_fast_layer(gpu: Any) -> None:
         layer._move(torch.device("cuda"))
     assert fast.device_bytes > 1.9 * exact.device_bytes
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(50, 64, generator=generator).half()
-    ids, router = torch.randint(4, (50, 2), generator=generator), torch.rand(50, 2)
+    x = torch.randn(70, 64, generator=generator).half()
+    ids, router = torch.randint(4, (70, 2), generator=generator), torch.rand(70, 2)
     wanted = expected(exact, values, x, ids, router)
     errors = [
         nmse(layer(x, ids, router).double().numpy(), wanted.numpy()) for layer in (exact, fast)

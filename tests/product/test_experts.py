@@ -188,7 +188,7 @@ def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
     fast, exact = (pack_experts(BLOCKS, machine=machine, accuracy=x) for x in ("fast", "exact"))
 
     def planned(w: Any, accuracy: Any = None) -> str:
-        plan = experts.plan(40, S, w, accuracy=accuracy, machine=machine)
+        plan = experts.plan(60, S, w, accuracy=accuracy, machine=machine)
         return plan.choice.kernel.name
 
     assert [planned(fast), planned(fast, "exact")] == ["many_fast", "many"]
@@ -202,8 +202,8 @@ def test_fast_is_used_for_many_tokens_and_where_it_is_asked_for() -> None:
 
 def test_what_fast_adds_to_the_error() -> None:
     """As much as a dense product: NMSE against the dequantized weights."""
-    a = RNG.standard_normal((90, K), np.float32).astype(np.float16)
-    ids = RNG.integers(0, E, (90, 1)).astype(np.int32)
+    a = RNG.standard_normal((100, K), np.float32).astype(np.float16)
+    ids = RNG.integers(0, E, (100, 1)).astype(np.int32)
     c = experts(a, BLOCKS, ids, accuracy="fast", machine=Simulator())
     low, high = INT8_NMSE["normal"]
     assert low < nmse(c, right(a, ids)) < high

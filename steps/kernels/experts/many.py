@@ -9,15 +9,17 @@ What is new
     Rows of A lie in the same order (`sorted_rows`), so that a tensor map copies those of a tile.
 
         offsets  0        300  300         520       positions of experts 0, 1, 2
-        tiles    [128][128][44]  [128][92]           each times the tiles along N
+        tiles    [100][100][100] [110][110]          each times the tiles along N
 
-    The last box of an expert has rows of the next one: their sums are not stored.
+    An expert's tiles are alike, as few as can be, of at most 144 rows; where 128 are enough for
+    them, no more are multiplied. A box that reaches beyond a tile has rows of the next one: their
+    sums are not stored.
 Why it should help
     A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
     until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
     once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
     weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP,
-    and tiles of 144 rows multiply 1.14 times as many: 510 us at 690 TFLOPS.
+    and tiles of 128 or 144 rows multiply 1.07 times as many: 480 us at 690 TFLOPS.
     "fast" is the same with int8: A with a scale a token, weights requantized with one a row, of
     which step 15 tells. A stage of A is half as large, and a tile has half the cycles.
 What it costs
@@ -124,9 +126,9 @@ H200_ROWS: Final = 8
 """Rows of an expert, on average, above which this kernel is faster than that for few tokens: with 8
 pairs took 1.22 times as long (gpt-oss, MXFP4) and 0.98 times (Qwen3-30B-A3B, Q4_0), with 12 rows
 0.89 times (gpt-oss). The choice is of T, S and E alone, as two products of a layer share it."""
-H200_FAST_ROWS: Final = 24
-"""And above which int8 is faster than float16: pairs of 8, 16 and 16 rows took 1.13, 1.09 and 0.97
-times as long (gpt-oss twice, 256 experts), of 32 rows 0.91 and 0.88, of 64 rows 0.85."""
+H200_FAST_ROWS: Final = 32
+"""And above which int8 is faster than float16: pairs of 8, 16 and 32 rows of gpt-oss took 1.11,
+1.09 and 1.08 times as long, of 64 rows 0.85; pairs of 32 rows of smaller experts 0.91 and 0.97."""
 
 LEAST_NARROW: Final = 112
 """Tokens of a tile from which on it may be a narrow one."""
@@ -254,7 +256,8 @@ def kernel(
     def multiply_tile(
         acc, acc1, memory, stage, parity, others_begin, steps, warp, lane, tokens
     ):  # fmt: skip
-        """Both accumulator halves of a tile, all of K, as many tokens as acc has sums for."""
+        """(acc, acc1, stage, parity) behind a tile: sums of both accumulator halves over all of K,
+        of as many tokens as acc has sums for."""
         previous, step, half = int32(0), int32(0), int32(0)
         while True:
             # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
