@@ -363,7 +363,8 @@ def test_tiles_hold_the_rows_of_an_expert() -> None:
         (64, 128, (9, 0), few.KERNEL),
         (512, 128, (9, 0), many.KERNEL),
         (512, 128, (10, 0), few.KERNEL),
-        (512, 1024, (9, 0), few.KERNEL),
+        (128, 1024, (9, 0), few.KERNEL),
+        (512, 1024, (9, 0), many.KERNEL),
         (40, 8, None, many.KERNEL),
     ],
 )
