@@ -94,14 +94,14 @@ PRODUCERS: Final = 4  # warps that issue copies, one lane of each: one on each s
 THREADS: Final = LANES * (CONSUMERS + PRODUCERS)
 ROW_TILES: Final = 2  # packed tiles side by side: what is read of A serves both
 ROWS: Final = ROW_TILES * TILE_ROWS  # of a matrix: a thread block multiplies so many at a time
-DEEP: Final = 2  # tiles of K of a slot: 32 lanes load 8 numbers each of its A
+DEEP: Final = 2  # tiles of K of a slot: 256 numbers of A, of which a lane loads eight
 MOST_SLOTS: Final = 2  # of the ring, for each consumer
-IN_FLIGHT: Final = 2  # slots that are being filled, of each producer
+IN_FLIGHT: Final = 2  # slots that a producer has asked for and that are not full yet, at most
 CHUNK: Final = 16  # bytes: 8 float16
 MBARRIER: Final = 8  # bytes
 A_TILE: Final = 2 * TILE_K  # bytes of A, 128 K
 HEAD: Final = 4  # words before h in the hand-over: the first one counts blocks
-LOOKS: Final = 1 << 20  # for a word of h, a second at least, before the launch fails
+LOOKS: Final = 1 << 20  # at words of h that do not come, before the launch fails: a second or more
 
 
 @cache
@@ -184,25 +184,25 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
         cuda.syncthreads()
 
         if warp >= CONSUMERS:
-            # --- the producers: weights of both products, one stream, which waits for nothing but
-            # free slots. Slot c of the stream is producer c % 4's
+            # --- the producers: weights of both products, one stream. Producer p fills slots p,
+            # p + 4, p + 8 ...
             if lane == 0:
                 own = int32(warp - CONSUMERS)
-                slot, parity, landed, landed_parity = own, int32(1), own, int32(0)
-                ahead = int32(0)
+                slot, parity, oldest, oldest_parity = own, int32(1), own, int32(0)
+                asked = int32(0)  # slots that may not be full yet, from the oldest on
                 for product in range(2 * M):
                     second = int32(product & 1)
                     for pair in range(block, pairs[second], blocks):
                         for i in range(own, rounds * CONSUMERS, PRODUCERS):
                             # --- wait until the slot is free, and not too many are being filled
                             mbarrier_wait(shared, empty + MBARRIER * slot, parity)
-                            if ahead == IN_FLIGHT:
-                                mbarrier_wait(shared, full + MBARRIER * landed, landed_parity)
-                                landed = int32(landed + PRODUCERS)
-                                if landed >= slots:
-                                    landed, landed_parity = own, int32(landed_parity ^ 1)
+                            if asked == IN_FLIGHT:
+                                mbarrier_wait(shared, full + MBARRIER * oldest, oldest_parity)
+                                oldest = int32(oldest + PRODUCERS)
+                                if oldest >= slots:
+                                    oldest, oldest_parity = own, int32(oldest_parity ^ 1)
                             else:
-                                ahead = int32(ahead + 1)
+                                asked = int32(asked + 1)
 
                             # --- fill it
                             k_tile = int32(DEEP * i)

@@ -192,13 +192,12 @@ def _able(
 
 def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
     """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out, and
-    what `gemm` does not call, and lessons on two products."""
+    what `gemm` does not call."""
     found = {
         (step.branch, step.accuracy): step
         for step in ladder
         if step.branch != "cuda_cores"
         and of_gemm(step)
-        and not multiplies_twice(step)
         and step.supports(step.formats[0], step.families[-1], cc) is None
     }
     return tuple(found.values())

@@ -28,6 +28,7 @@ import numpy as np
 
 from qformats import FORMATS
 from qformats.storage import nearest_weight_format
+from steps.blocks.chained import multiplies_twice
 from steps.blocks.experts import RowsByIds
 from steps.compile.dry_run import (
     OUT,
@@ -346,9 +347,10 @@ def families(kernel: Kernel, request: Request) -> list[Family]:
 
 
 def of_gemm(kernel: Kernel) -> bool:
-    """Whether it is a kernel of `gemm`: lessons on experts and on pruned weights are not."""
+    """Whether it is a kernel of `gemm`: lessons on experts, on pruned weights and on two products
+    are not."""
     experts = isinstance(kernel.activations[kernel.families[-1]], RowsByIds)
-    return not experts and kernel.accuracy in ACCURACIES
+    return not (experts or multiplies_twice(kernel)) and kernel.accuracy in ACCURACIES
 
 
 def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str | None:
@@ -357,6 +359,8 @@ def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str
     if not of_gemm(kernel):
         if kernel.accuracy == "pruned":
             return f"step {kernel.number} prunes its weights, and is a lesson: gemm never does"
+        if multiplies_twice(kernel):
+            return f"step {kernel.number} multiplies by two matrices, and is a lesson: gemm by one"
         return f"step {kernel.number} multiplies experts, which ids choose: call steps.experts"
     if why := kernel.supports(request.format, family, cc, request.c):
         return why

@@ -865,7 +865,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
     (
         "step21_chained_products",
         "w4a16_chained_products",
-        "mbarrier_wait(shared, full + MBARRIER * landed, landed_parity)",
+        "mbarrier_wait(shared, full + MBARRIER * oldest, oldest_parity)",
         1,
         "left out",
     ): FEWER,

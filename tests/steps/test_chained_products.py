@@ -10,6 +10,7 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
+from steps import gemm
 from steps.blocks.chained import identity, tiles_of_both
 from steps.contract import Launch, Shape
 from steps.driver.machines import Simulator
@@ -68,6 +69,12 @@ def test_a_token_that_does_not_fit_is_refused() -> None:
         STEP.launch(
             fmt, "A16", shape, given, (np.zeros((1, 120_000), np.float16),), None, (None,) * 2
         )
+
+
+def test_gemm_does_not_multiply_twice() -> None:
+    problem = Problem(2, 3, 32, "q4_0")
+    with pytest.raises(ValueError, match="step 21 multiplies by two matrices, and is a lesson: ge"):
+        gemm(problem.a, problem.blocks, step=21, machine=Simulator())
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
