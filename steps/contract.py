@@ -104,7 +104,8 @@ class Activations:
     `layout` names what `arrays` hold (`steps.kernels.parts.activations.layouts`): Q8_1 as "blocks",
     "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" for
     int8 with one scale per token; "rows" for float16 or bfloat16 A[M, K], followed by token scales
-    where it was made of float32 A; None for float32 A.
+    where it was made of another A; None for float32 A. Where the kernel makes some of the rows
+    itself, A comes before them and counters come last (`steps.kernels.parts.activations.beside`).
     """
 
     arrays: tuple[Any, ...]

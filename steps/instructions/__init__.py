@@ -51,6 +51,7 @@ from steps.instructions.bulk_copy import (
     bulk_copy,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_global,
     mbarrier_arrive,
     mbarrier_arrive_expect,
     mbarrier_init,

@@ -90,6 +90,13 @@ def fence_proxy_async(lane):
     lane.block.order.fence_proxy(lane)
 
 
+@ptx("fence.proxy.async.global;", scope="lane", memory=True, min_cc=_HOPPER)
+def fence_proxy_async_global(lane):
+    """The same of global memory: what this thread knows to be written there, by others too, copies
+    that it issues after may read."""
+    lane.block.order.fence_proxy_global(lane)
+
+
 # --- mbarriers
 
 

@@ -33,6 +33,7 @@ so captured in CUDA graphs and needs no memory of its own. Numba knows no such p
 a tuple of words, the first of which are padding: parameters begin at 0x210 of the constant bank.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,14 @@ class TensorMap:
     def box_bytes(self) -> int:
         """What every copy brings, zeros beyond the matrix included."""
         return self.box[0] * _ROW_BYTES
+
+    def ranges(self, k: int, m: int) -> Iterator[tuple[int, int]]:
+        """From the matrix's first byte on, begin and end of what the box at column k and row m has
+        of each row."""
+        (rows, columns), (tokens, wide), item = self.array.shape, self.box, self.item_bytes
+        first, end = max(k, 0), min(k + wide, columns)
+        for row in range(max(m, 0), min(m + tokens, rows) if first < end else 0):
+            yield item * (row * columns + first), item * (row * columns + end)
 
     def swizzled(self, k: int, m: int) -> np.ndarray:
         """The bytes of the box at column k and row m, as a copy leaves them in shared memory."""
@@ -212,7 +221,7 @@ def tensor_copy(lane, destination, di, tensor_map, k, m, barrier, bi):
     where it is beyond the matrix. UTMALDG."""
     reports_to = reported_to("tensor_copy", lane, barrier, bi)
     size = tensor_map.box_bytes
-    now().mapped[id(tensor_map)].require_written()
+    now().mapped[id(tensor_map)].require_written(tensor_map.ranges(k, m))
     write = CheckedArray.locate(destination, di, size, BOX_ALIGNMENT)
 
     def read():

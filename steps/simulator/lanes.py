@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from steps.simulator.errors import SimulatorError
-from steps.simulator.ordering import TICK, Elsewhere, Epoch, Gathered, Order
+from steps.simulator.ordering import TICK, Elsewhere, Epoch, Gathered, Order, Proxied
 from steps.simulator.shared_memory import SharedMemory
 
 WARP = 32
@@ -150,6 +150,7 @@ class Lane:
         "meeting",
         "operands",
         "own",
+        "proxied",
         "result",
         "thread",
         "warp",
@@ -167,6 +168,7 @@ class Lane:
         self.epoch: Epoch | None = epoch
         self.own: dict[int, int] = {}
         self.elsewhere: Elsewhere | None = None
+        self.proxied: Proxied | None = None  # what its copies of global memory see
         self.greenlet: Any = None
         self.result: Any = None  # of the meeting it was woken from
         self.meeting: Any = ""  # what it waits at, and the operands it brought

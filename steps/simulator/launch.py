@@ -119,12 +119,14 @@ def simulate(
         )
     seen: Callable = GlobalArray if trace is None else partial(trace.array, space="global")
     arguments = tuple(_argument(a, name, seen) for a, name in zip(args, names, strict=True))
-    mapped = {
-        id(argument): GlobalArray(argument.array, name)
-        for argument, name in zip(arguments, names, strict=True)
-        if type(argument) in ARGUMENTS
-    }
-    watched = [*_arrays(arguments), *mapped.values()]
+    arrays = _arrays(arguments)
+    stored = {_memory_of(array.data): array for array in arrays}  # a kernel may store what it maps
+    mapped = {}
+    for argument, name in zip(arguments, names, strict=True):
+        if type(argument) in ARGUMENTS:
+            seen_too = stored.get(_memory_of(argument.array))
+            mapped[id(argument)] = seen_too or GlobalArray(argument.array, name)
+    watched = list({id(array): array for array in (*arrays, *mapped.values())}.values())
     with Schedule.turn:
         if stream is not None:
             stream.begin(overlap)
@@ -152,6 +154,11 @@ def _arrays(arguments: tuple) -> list[GlobalArray]:
         elif isinstance(argument, tuple):
             found += _arrays(argument)
     return found
+
+
+def _memory_of(array: np.ndarray) -> tuple[int, int]:
+    """Where an array begins, and its bytes."""
+    return array.__array_interface__["data"][0], array.nbytes
 
 
 def _require_there(trace: Recorder, grid: Dim3, threads: int) -> None:

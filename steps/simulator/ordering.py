@@ -92,6 +92,16 @@ class Elsewhere:
         self.seen, self.read = seen, read
 
 
+class Proxied:
+    """What a thread knew at a moment. In place of the thread, for its copies of global memory."""
+
+    __slots__ = ("block", "elsewhere", "index", "known", "loads", "own")
+
+    def __init__(self, lane: Lane):
+        self.block, self.index, self.loads = lane.block, lane.index, lane.loads
+        self.known, self.own, self.elsewhere = lane.known, lane.own, lane.elsewhere
+
+
 class Gathered:
     """What the threads knew that have arrived somewhere, for those who wait there."""
 
@@ -220,12 +230,18 @@ class Order:
         return found[2]
 
     def fence(self, lane: Lane) -> None:
-        """`fence`: what the thread knows, other blocks may know that see its next atomics or
-        relaxed stores; what its last atomics or relaxed loads read, it knows."""
+        """`fence`: what the thread knows, others may know that see its next atomics or relaxed
+        stores; what its last atomics or relaxed loads read, it knows."""
         self.fenced.add(lane)
         elsewhere = lane.elsewhere
         if elsewhere is not None and elsewhere.read:
-            lane.elsewhere = Elsewhere(_merged(elsewhere.seen, elsewhere.read), {})
+            own = elsewhere.read.get(self.block)
+            if own is not None:  # of threads of this block
+                self.learn(lane, own)
+            others = {
+                block: known for block, known in elsewhere.read.items() if block != self.block
+            }
+            lane.elsewhere = Elsewhere(_merged(elsewhere.seen, others), {})
         _advance(lane)
 
     def fence_proxy(self, lane: Lane) -> None:
@@ -233,8 +249,12 @@ class Order:
         self.proxied.add(lane)
         _advance(lane)
 
+    def fence_proxy_global(self, lane: Lane) -> None:
+        """`fence_proxy_async_global`: what the thread knows, copies that it issues see."""
+        lane.proxied = Proxied(lane)
+
     def atomic(self, lane: Lane, counter: dict[int, Known]) -> None:
-        """An atomic: `counter` is what those knew who came before. Blocks read it on the next
+        """An atomic: `counter` is what those knew who came before. The thread reads it on its next
         fence."""
         self.observe(lane, counter)
         self.show(lane, counter)
@@ -252,10 +272,9 @@ class Order:
 
     def observe(self, lane: Lane, counter: dict[int, Known]) -> None:
         """An atomic or a relaxed load of what others have shown: known from the next fence on."""
-        others = {block: known for block, known in counter.items() if block != self.block}
-        if others:
+        if counter:
             elsewhere = lane.elsewhere or Elsewhere({}, {})
-            lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, others))
+            lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, counter))
 
     def waited_for_launches(self, lane: Lane) -> None:
         """`griddepcontrol_wait`."""

@@ -7,7 +7,7 @@ launch itself stores is, and what launches before it, which may still run, use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -152,10 +152,9 @@ class GlobalArray(CheckedArray):
         if in_use.stored:
             self._watch()
 
-    def require_written(self) -> None:
-        """Race where launches before may still store to it: for a load of any part of it."""
-        if type(self) is _WatchedGlobal:
-            self._load(_RUN.current.lane, self._begin(), self.nbytes)
+    def require_written(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Race unless a copy that the lane issues may read these bytes, from begin to end: where
+        launches before, or other threads, may still store to them."""
 
     @property
     def stored(self) -> np.ndarray | None:
@@ -222,6 +221,16 @@ class _WatchedGlobal(WatchedArray, GlobalArray):
             last = by.get(unit, 0)
             if last > 0 and not _known(lane, last):
                 raise self._race("a load of", lane, unit, last)
+
+    def require_written(self, ranges: Iterable[tuple[int, int]]) -> None:
+        by, lane = self._whole._writes.by, _RUN.current.lane
+        for begin, end in ranges:
+            units = self._units(lane, self._begin() + begin, end - begin, stores=False)
+            for unit in units if by else ():
+                last = by.get(unit, 0)
+                if last > 0 and not (lane.proxied and _known(lane.proxied, last)):
+                    race = self._race("a copy of", lane, unit, last)
+                    raise Race(f"{race}; then fence_proxy_async_global in the thread that copies")
 
     def _store(self, lane: Any, at: int, size: int, kind: str = "store") -> Race | None:
         by, found = self._whole._writes.by, None

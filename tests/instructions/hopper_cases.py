@@ -16,6 +16,7 @@ from steps.instructions import (
     bulk_copy,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_global,
     load_u32x4,
     matrix_descriptor,
     mbarrier_arrive,
@@ -365,6 +366,25 @@ def ring_expected(source):
 
 
 @cuda.jit
+def copied_back_kernel(x, out):
+    """What all threads store to global memory a bulk copy reads; its words in reverse follow."""
+    stage = cuda.shared.array(128, uint32, alignment=16)
+    full = cuda.shared.array(1, np.uint64)
+    t = cuda.threadIdx.x
+    out[t] = x[t]
+    if t == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if t == 0:
+        fence_proxy_async_global()
+        mbarrier_arrive_expect(full, 0, 512)
+        bulk_copy(stage, 0, out, 0, 512, full, 0)
+    mbarrier_wait(full, 0, 0)
+    out[128 + t] = stage[127 - t]
+
+
+@cuda.jit
 def turns_kernel(x, out):
     """Two warps in turns: the first hands over without waiting, the second answers likewise."""
     hand = cuda.shared.array(32, int32)
@@ -706,6 +726,15 @@ CASES = (
             "SYNCS.ARRIVE.TRANS64",
             "SYNCS.PHASECHK.TRANS64.TRYWAIT",
         ),
+        oldest="sm_90",
+    ),
+    Case(
+        "copied_back",
+        copied_back_kernel,
+        lambda rng: (rng.integers(0, 1 << 32, 128, np.uint32),),
+        lambda x: (np.concatenate((x, x[::-1])),),
+        block=128,
+        contains=("UBLKCP.S.G",),
         oldest="sm_90",
     ),
     Case(

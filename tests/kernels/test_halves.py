@@ -27,6 +27,7 @@ from steps.kernels.parts.activations.layouts import (
     decode,
     encode,
     float16_rows,
+    float16_rows_of_many,
     gated_rows,
     int8_rows,
     reading,
@@ -294,10 +295,11 @@ def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
 
 
 def test_how_rows_are_read() -> None:
+    makes = float16_rows, all_float16_rows, float16_rows_of_many
     for source in ("float32", "float16", "bfloat16"):
-        for make in (float16_rows, all_float16_rows):
+        for make in makes:
             assert reading(make, source) == (make, source, 1, source)
-    for make in (float16_rows, all_float16_rows):
+    for make in makes:
         assert reading(make, GATED) == (gated_rows, GATED, 2, "float16")
 
 

@@ -11,6 +11,7 @@ import pytest
 from numba import cuda, float32, int32, uint8, uint32
 
 from steps.instructions import (
+    TensorMap,
     barrier_arrive,
     barrier_sync,
     bulk_copy,
@@ -20,6 +21,7 @@ from steps.instructions import (
     fence,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_global,
     griddepcontrol_wait,
     load_u32,
     load_u32x4,
@@ -34,6 +36,8 @@ from steps.instructions import (
     store_u32,
     store_u32_relaxed,
     store_u32x4,
+    tensor_copy,
+    tensor_map_address,
     wgmma_commit,
     wgmma_fence,
     wgmma_s8,
@@ -655,6 +659,79 @@ def test_a_relaxed_store_ends_what_the_one_before_it_showed():
     given = np.zeros(4, np.uint32), np.zeros(4, np.uint32)
     with pytest.raises(Race, match="a load of byte 0 of out, to which thread 0 of block number 0"):
         simulate(kernel, 3, 1, given, resident=3)
+
+
+@pytest.mark.parametrize("missing", ["", "fenced", "acquired"])
+def test_an_atomic_orders_threads_of_one_block_too(missing):
+    """Without a barrier: a fence, an atomic that another thread sees, and a fence there."""
+
+    @cuda.jit
+    def kernel(out):
+        t = cuda.threadIdx.x
+        if t == 0:
+            store_u32(out, 0, 7)
+            if missing != "fenced":
+                fence()
+            cuda.atomic.add(out, 8, 1)
+        if t == 32:
+            while cuda.atomic.add(out, 8, 0) == 0:
+                cuda.nanosleep(20)
+            if missing != "acquired":
+                fence()
+            out[16] = load_u32(out, 0)
+
+    for order in ORDERS:
+        out = np.zeros(32, np.uint32)
+        if missing:
+            with pytest.raises(Race, match="load of byte 0 of out, to which thread 0 stores"):
+                simulate(kernel, 1, 64, (out,), order=order)
+        else:
+            simulate(kernel, 1, 64, (out,), order=order)
+            assert out[16] == 7
+
+
+@pytest.mark.parametrize("missing", ["", "counted", "acquired", "proxied", "before"])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_copies_of_rows_that_other_threads_store(missing, blocks):
+    """The thread that copies must know of the stores, and then call fence_proxy_async_global. Rows
+    that the box does not reach may still be stored to."""
+
+    @cuda.jit
+    def kernel(a_map, a, counters):
+        stage = cuda.shared.array(1024, uint8, alignment=1024)
+        bar = cuda.shared.array(1, np.uint64)
+        t, first = cuda.threadIdx.x, cuda.blockIdx.x == 0
+        mapped = tensor_map_address(a_map)
+        if t == 32:
+            mbarrier_init(bar, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t < 16 and first:
+            a[t, 5] = 1
+            cuda.syncwarp(0xFFFF)
+            if t == 0:
+                fence()
+                cuda.atomic.add(counters, 0, 1)
+        if t == 32 and (not first or blocks == 1):
+            if missing == "before":
+                fence_proxy_async_global()
+            while missing != "counted" and cuda.atomic.add(counters, 0, 0) == 0:
+                cuda.nanosleep(20)
+            if missing != "acquired":
+                fence()
+            if missing not in ("proxied", "before"):
+                fence_proxy_async_global()
+            mbarrier_arrive_expect(bar, 0, 1024)
+            tensor_copy(stage, 0, mapped, 0, 0, bar, 0)
+            mbarrier_wait(bar, 0, 0)
+
+    a = np.zeros((24, 64), np.float16)
+    args = TensorMap(a, (8, 64)), a, np.zeros(4, np.int32)
+    if not missing:
+        simulate(kernel, blocks, 64, args)
+        return
+    with pytest.raises(Race, match=r"a copy of byte \d+ of a, to which .* stores: .*_global"):
+        simulate(kernel, blocks, 64, args)
 
 
 @pytest.mark.parametrize("barrier", [block_barrier, named_barrier])

@@ -20,7 +20,11 @@ from steps.checks.verify import multiply, operands, prepare, verify
 from steps.contract import Family, Kernel, Size, Step, Work
 from steps.driver.machines import Simulator
 from steps.kernels.decode import tiles as decode_tiles
-from steps.kernels.parts.activations.layouts import all_float16_rows, reading_of
+from steps.kernels.parts.activations.layouts import (
+    all_float16_rows,
+    float16_rows_of_many,
+    reading_of,
+)
 from steps.kernels.prefill import mma_tiles
 from steps.registry import find, kernel_of
 from tests.kernels.passes import RemembersPasses
@@ -192,7 +196,7 @@ def test_dtypes_of_a_and_c(
     problem = drawn_for(step, *shape, name, distribution, input=source)
     if family == "A16" and source != "float32" and routing(step, shape) is None:
         make = step.activations[family]
-        passes = source == "bfloat16" and make is all_float16_rows
+        passes = source == "bfloat16" and make in (all_float16_rows, float16_rows_of_many)
         assert len(make(problem.given, Simulator()).launches) == passes
     found = verify(step, family, problem, RemembersPasses(shape[0] % 4), dtype=output)
     assert found.ok, found.verdict

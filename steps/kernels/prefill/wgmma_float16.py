@@ -31,7 +31,8 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
-from steps.kernels.parts.activations.layouts import all_float16_rows
+from steps.kernels.parts.activations.beside import rows_beside, rows_operand
+from steps.kernels.parts.activations.layouts import float16_rows_of_many
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
 from steps.kernels.parts.stream_k import scheduler
@@ -49,7 +50,7 @@ STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hid
 @cache
 def kernel(
     fmt: StorageFormat, output: str, scaled: bool, of_bias: str | None, tile: wgmma_tiles.Tile,
-    slices: int, stages: int, stagger: int,
+    slices: int, beside_k: int | None, stages: int, stagger: int,
 ) -> tuple[Any, int]:  # fmt: skip
     """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles (features, tokens),
     shared ones added up in `slices`, a ring of `stages`, and the first warpgroup `stagger` of them
@@ -65,7 +66,10 @@ def kernel(
     ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
-    area_at = ceil_div(ring.end, 128) * 128
+    rounding = rows_beside(beside_k, bm, ring.end)
+    token_scales_of, make_barrier, leave = rounding.parts, rounding.make_barrier, rounding.leave
+    round_rows, wait_for_rows = rounding.round_rows, rounding.wait_for_rows
+    area_at = ceil_div(rounding.end, 128) * 128
     finish, shared_bytes = finish_wgmma_tile(tile, area_at, output, slices, scaled, of_bias)
     find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
@@ -77,12 +81,13 @@ def kernel(
 
     @cuda.jit(launch_bounds=(consumers + WARPGROUP, 1))
     def w4a16_persistent(
-        a_map, w, row_scales, token_scales, bias, c, steps, tiles_c, schedule, partials, arrived
+        a_map, w, row_scales, rows, bias, c, steps, tiles_c, schedule, partials, arrived
     ):  # fmt: skip
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
         a[M, K], steps of 128 K, tiles_c tiles of C, schedule of stream_k.work_rate."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
         a = tensor_map_address(a_map)
+        token_scales, others = token_scales_of(rows)
         N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
         steps, shared_tiles, rate = int32(steps), int32(schedule[0]), schedule[1]
@@ -90,28 +95,36 @@ def kernel(
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         if t == 0:
             make_ring(memory, warps)
+            make_barrier(memory)
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         stage, parity = int32(0), int32(0)
         if warp >= warps:  # producers: one lane of warp `warps` for weights, of the next for tokens
             dec_registers()
-            if warp > warps + 1 or lane > 0:
+            if warp > warps + 1:
+                round_rows(memory, others, lane)
+                return
+            if lane > 0:
                 return
             if warp > warps:
                 prefetch_tensor_map(a)
                 griddepcontrol_wait()  # the launch before may have made the tokens
             while tile_id < tiles_c:
                 m0, n0 = tile_origin(tile_id, tiles_n)
+                if warp > warps:
+                    wait_for_rows(others, m0)
                 for step in range(k0, k0 + count):
                     wait_empty(memory, stage, parity)
                     if warp == warps:
-                        expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
                         to = weights_at + stage * w_bytes
                         copy_weights(memory, to, w, n0, N, step, steps, full(stage))
                     else:
+                        expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
                         copy_boxes(memory, stage * a_bytes, a, m0, step * TILE_K, full(stage))
                     stage, parity = next_stage(stage, parity)
                 tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+            if warp > warps:
+                leave(memory, others)
             return
 
         inc_registers()
@@ -185,12 +198,12 @@ def launch(
     scratch: tuple,
 ) -> Launch:  # fmt: skip
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    stored_as, (a, *scales) = storage_format(fmt), activations
-    chosen = tiling(stored_as, shape)
+    stored_as, chosen = storage_format(fmt), tiling(storage_format(fmt), shape)
     tile, slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
-    token_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    make = partial(kernel, stored_as, dtype_name(out), bool(scales), of_bias, tile, slices)
-    operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, bias, out
+    beside_k, a, operand = rows_operand(activations, row_scales)
+    scaled = len(activations) > 1
+    make = partial(kernel, stored_as, dtype_name(out), scaled, of_bias, tile, slices, beside_k)
+    operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, operand, bias, out
     return wgmma_tiles.launch_that_fits(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
 
@@ -201,7 +214,7 @@ KERNEL = Kernel(
     families=("A16",),
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations={"A16": all_float16_rows},
+    activations={"A16": float16_rows_of_many},
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

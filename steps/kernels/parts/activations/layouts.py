@@ -11,6 +11,7 @@ K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -28,8 +29,10 @@ from steps.contract import (
     Launch,
     Machine,
     MakeActivations,
+    ceil_div,
     dtype_name,
 )
+from steps.kernels.parts.activations.beside import H200_FIRST_ROWS, LEAST_TOKENS, ROUNDED_ROWS
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.rows import (
     row_grid,
@@ -73,6 +76,18 @@ def _rounded(a: Any, machine: Machine) -> Activations:
     return Activations((rounded, token_scales), (launch,), "rows")
 
 
+def float16_rows_of_many(a: Any, machine: Machine) -> Activations:
+    """`all_float16_rows`, but of many rows of bfloat16 A the pass rounds the first, and the kernel
+    the others (`steps.kernels.parts.activations.beside`): A comes before the arrays of the pass,
+    counters, int32 and zero between launches, behind them."""
+    made, (m, _) = all_float16_rows(a, machine), a.shape
+    if dtype_name(a) != "bfloat16" or m <= H200_FIRST_ROWS:
+        return made
+    counters = machine.array(np.zeros(ROUNDED_ROWS + ceil_div(m, LEAST_TOKENS), np.int32))
+    first = replace(made.launches[0], grid=(H200_FIRST_ROWS,))
+    return Activations((a, *made.arrays, counters), (first,), made.layout)
+
+
 def gated_rows(y: Any, machine: Machine) -> Activations:
     """`float16_rows` of silu(gate) * up, which is computed on the way, of float16 y[M, 2 K], K
     gates and K ups."""
@@ -112,7 +127,7 @@ class Reading(NamedTuple):
 def reading(make: MakeActivations, source: str) -> Reading:
     """How a kernel that names `make` reads an A of a source. One that cannot read it so reads
     something else: `Reading.source`."""
-    if make in (float16_rows, all_float16_rows):
+    if make in (float16_rows, all_float16_rows, float16_rows_of_many):
         if source == GATED:
             return Reading(gated_rows, GATED, 2, "float16")
         return Reading(make, source, 1, source)
@@ -185,6 +200,8 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Opera
     really read; where it made them itself ("inside"), those the recipe prescribes."""
     if layout == "inside":
         return Q81.of_values(arrays[0].reshape(m, k))
+    if len(arrays) == 4:  # rounded beside
+        arrays = arrays[1:3]
     if layout == "rows" and dtype_name(arrays[0]) == "bfloat16":
         return Bfloats(bfloat16_values(arrays[0]))
     if layout == "rows":
