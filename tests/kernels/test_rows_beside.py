@@ -11,12 +11,14 @@ import pytest
 from qformats import quantize
 from reference.bfloat16 import bfloat16_bits
 from steps.checks.verify import multiply, prepare
-from steps.contract import Kernel
+from steps.compile.compiler import machine_code, signature_of
+from steps.contract import Kernel, Work
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations import beside, layouts
 from steps.kernels.parts.activations.beside import rows_operand
 from steps.kernels.parts.activations.layouts import all_float16_rows, float16_rows_of_many
 from steps.kernels.prefill import wgmma_float16
+from steps.product.choice import Choice
 from steps.registry import kernel_of
 
 # (M, K, rows of the pass, SMs, tiles of 16 tokens, of which so many are shared). The last tile
@@ -90,3 +92,14 @@ def test_rows_of_other_dtypes_are_as_ever(dtype: Any) -> None:
     how, rows, _ = rows_operand(made.arrays, "unread")
     assert how is None
     assert rows is made.arrays[0]
+
+
+@pytest.mark.slow
+def test_machine_code_keeps_to_its_registers() -> None:
+    """The two warps have 40 each: nothing is spilled."""
+    work = Work(kernel_of(14), "A16", "q5_1")
+    launch = Choice.of_work(work, (4096, 4096, 4096), "bfloat16", "bfloat16").launches()[-1]
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert code.log.count("warning") == 0
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert code.count("NANOSLEEP") == 1
