@@ -66,10 +66,10 @@ def kernel(
     ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
-    rounding = rows_beside(beside_k, bm, ring.end)
-    token_scales_of, make_barrier, leave = rounding.parts, rounding.make_barrier, rounding.leave
-    round_rows, wait_for_rows = rounding.round_rows, rounding.wait_for_rows
-    area_at = ceil_div(rounding.end, 128) * 128
+    area_at = ceil_div(ring.end, 128) * 128
+    rounding = rows_beside(beside_k, bm)
+    token_scales_of, round_rows = rounding.parts, rounding.round_rows
+    wait_for_rows, leave = rounding.wait_for_rows, rounding.leave
     finish, shared_bytes = finish_wgmma_tile(tile, area_at, output, slices, scaled, of_bias)
     find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
@@ -95,14 +95,13 @@ def kernel(
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         if t == 0:
             make_ring(memory, warps)
-            make_barrier(memory)
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         stage, parity = int32(0), int32(0)
         if warp >= warps:  # producers: one lane of warp `warps` for weights, of the next for tokens
             dec_registers()
             if warp > warps + 1:
-                round_rows(memory, others, lane)
+                round_rows(others, lane)
                 return
             if lane > 0:
                 return
@@ -124,7 +123,7 @@ def kernel(
                     stage, parity = next_stage(stage, parity)
                 tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
             if warp > warps:
-                leave(memory, others)
+                leave(others)
             return
 
         inc_registers()

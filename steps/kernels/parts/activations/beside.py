@@ -15,7 +15,7 @@ waits for no block that may not have begun, and any number of blocks is right. C
 zero before and after a launch:
 
     0       tickets
-    1       blocks that need the counters no more: the last one sets all of them back
+    1       warps that need the counters no more: the last one sets all of them back
     2 ...   rows rounded here, of each `bm`
 
 A row is stored, counted behind a fence, and read by tensor copies behind two more: one for what
@@ -36,9 +36,6 @@ from steps.instructions import (
     fence,
     fence_proxy_async_global,
     griddepcontrol_wait,
-    mbarrier_arrive,
-    mbarrier_init,
-    mbarrier_wait,
     shfl,
     shfl_xor,
     store_u32x2,
@@ -76,22 +73,17 @@ LOADS: Final = 8
 class RowsBeside:
     """Device functions of a kernel whose warps behind its two producers round rows.
 
-    end: the first byte of shared memory behind what they use
     parts(operand) -> (token_scales, others)
         of the operand of `rows_operand`; the others take `others`
-    make_barrier(memory)
-        by one thread, before a block-wide barrier
-    round_rows(memory, others, lane)
+    round_rows(others, lane)
         the two warps
     wait_for_rows(others, m0)
         the producer of tokens: rows m0 to m0 + bm - 1 are there, for tensor copies too
-    leave(memory, others)
+    leave(others)
         the producer of tokens, at its end
     """
 
-    end: int
     parts: Any
-    make_barrier: Any
     round_rows: Any
     wait_for_rows: Any
     leave: Any
@@ -130,7 +122,6 @@ def row_rounder(k: int) -> Any:
             for i in range(loads):
                 largest = largest_bits(values(x, i), largest)
             at = int32(at + loads * LANES_K)
-        cuda.syncwarp()
         for apart in (1, 2, 4, 8, 16):
             largest = max(largest, shfl_xor(largest, apart))
         row_exponent = exponent(largest)
@@ -149,12 +140,11 @@ def row_rounder(k: int) -> Any:
 
 
 @cache
-def rows_beside(k: int | None, bm: int, at: int) -> RowsBeside:
+def rows_beside(k: int | None, bm: int) -> RowsBeside:
     """The device functions, which do nothing where k is None: all rows are there. k: of a row of
-    bfloat16 A; bm: tokens of a tile; at: the first byte of shared memory that they may use, a
-    multiple of 8."""
+    bfloat16 A; bm: tokens of a tile."""
     if k is None:
-        return RowsBeside(at, _token_scales_alone, *[_nothing] * 4)
+        return RowsBeside(_token_scales_alone, *[_nothing] * 3)
     round_row = row_rounder(k)
 
     @cuda.jit(device=True, forceinline=True)
@@ -162,8 +152,13 @@ def rows_beside(k: int | None, bm: int, at: int) -> RowsBeside:
         return operand[2], operand
 
     @cuda.jit(device=True, forceinline=True)
-    def make_barrier(memory):
-        mbarrier_init(memory, at, WARPS)
+    def leave(others):
+        a, _, _, counters, _ = others
+        fence()
+        if cuda.atomic.add(counters, LEFT, 1) == (WARPS + 1) * cuda.gridDim.x - 1:
+            fence()
+            for i in range(ROUNDED_ROWS + int32(uint32(a.shape[0] + bm - 1) // uint32(bm))):
+                counters[i] = 0
 
     @cuda.jit(device=True, forceinline=True)
     def next_row(counters, first_rows, lane):
@@ -173,7 +168,7 @@ def rows_beside(k: int | None, bm: int, at: int) -> RowsBeside:
         return int32(first_rows + shfl(ticket, 0))
 
     @cuda.jit(device=True, forceinline=True)
-    def round_rows(memory, others, lane):
+    def round_rows(others, lane):
         a, out, token_scales, counters, first_rows = others
         griddepcontrol_wait()
         m = next_row(counters, first_rows, lane)
@@ -186,7 +181,7 @@ def rows_beside(k: int | None, bm: int, at: int) -> RowsBeside:
                 cuda.atomic.add(counters, ROUNDED_ROWS + tile, 1)
             m = next_row(counters, first_rows, lane)
         if lane == 0:
-            mbarrier_arrive(memory, at)
+            leave(others)
 
     @cuda.jit(device=True, forceinline=True)
     def wait_for_rows(others, m0):
@@ -200,17 +195,7 @@ def rows_beside(k: int | None, bm: int, at: int) -> RowsBeside:
             fence()
             fence_proxy_async_global()
 
-    @cuda.jit(device=True, forceinline=True)
-    def leave(memory, others):
-        a, _, _, counters, _ = others
-        mbarrier_wait(memory, at, 0)  # no warp of this block takes or counts rows any more
-        fence()
-        if cuda.atomic.add(counters, LEFT, 1) == cuda.gridDim.x - 1:
-            fence()
-            for i in range(ROUNDED_ROWS + int32(uint32(a.shape[0] + bm - 1) // uint32(bm))):
-                counters[i] = 0
-
-    return RowsBeside(at + 8, parts, make_barrier, round_rows, wait_for_rows, leave)
+    return RowsBeside(parts, round_rows, wait_for_rows, leave)
 
 
 def rows_operand(activations: tuple[Any, ...], unread: Any) -> tuple[int | None, Any, Any]:
