@@ -129,19 +129,19 @@ CONFIGURATIONS = (
     (1, 227, 65536, "A16", "q5_1", (2, 40, 4160), "kept", 1, 2),
     (2, 227, 4096, "A16", "q5_0", (3, 230, 416), "kept", 4, 1),
     (2, 227, 16000, "A16", "q8_0", (9, 230, 416), "kept", 4, 1),
-    (1, 80, 65536, "A16", "q5_0", (7, 10, 4192), "in_slots", 1, 1),
-    (1, 227, 65536, "A16", "q8_0", (1, 30, 2208), "in_slots", 1, 1),
-    (1, 227, 65536, "A16", "q5_1", (3, 20, 288), "in_slots", 1, 1),
-    (1, 90, 65536, "A16", "q4_1", (16, 40, 2208), "in_slots", 1, 2),
+    (1, 80, 65536, "A16", "q5_0", (7, 10, 4192), "with_weights", 1, 1),
+    (1, 227, 65536, "A16", "q8_0", (1, 30, 2208), "with_weights", 1, 1),
+    (1, 227, 65536, "A16", "q5_1", (3, 20, 288), "with_weights", 1, 1),
+    (1, 90, 65536, "A16", "q4_1", (16, 40, 2208), "with_weights", 1, 2),
     (1, 227, 65536, "A16", "q5_0", (19, 40, 288), "kept", 1, 2),
-    (1, 70, 65536, "A16", "q4_0", (19, 10, 2080), "in_slots", 1, 1),
+    (1, 70, 65536, "A16", "q4_0", (19, 10, 2080), "with_weights", 1, 1),
     (1, 227, 65536, "A8", "q5_1", (1, 150, 416), "quantized", 1, 5),
     (1, 227, 65536, "A8", "q4_0", (2, 20, 8448), "quantized", 1, 1),
     (1, 227, 65536, "A8", "q8_0", (4, 40, 160), "quantized", 1, 2),
     (2, 227, 16000, "A8", "q4_1", (9, 230, 416), "kept", 4, 1),
-    (1, 60, 65536, "A8", "q4_0", (9, 20, 2080), "in_slots", 1, 1),
+    (1, 60, 65536, "A8", "q4_0", (9, 20, 2080), "with_weights", 1, 1),
     (1, 227, 65536, "A8", "q5_1", (19, 40, 288), "kept", 1, 2),
-    (1, 64, 65536, "A8", "q4_0", (19, 10, 2080), "in_slots", 1, 1),
+    (1, 64, 65536, "A8", "q4_0", (19, 10, 2080), "with_weights", 1, 1),
 )
 
 
@@ -221,19 +221,19 @@ def test_configurations_fit_any_gpu(
         quantized = family == "A8" and fused(m, k)
         found = tile_configuration(FORMATS[name], Shape(m, n, k), family, quantized, mapped)
         how, where = found.variant, (name, m, n, k, found)
-        warps_k, in_slots = how.warps // how.warps_n, how.place == "in_slots"
+        warps_k, with_weights = how.warps // how.warps_n, how.place == "with_weights"
         in_boxes = how.place == "in_boxes"
         assert not (in_boxes and (not mapped or m <= 4 or family == "A8")), where
         rows = how.tokens if quantized else min(m, how.tokens)
-        a_tiles = 1 if in_slots or in_boxes else found.k_tiles
+        a_tiles = 1 if with_weights or in_boxes else found.k_tiles
         pad = 16 if rows > 1 else 0
         of_a = rows * (256 * a_tiles + pad) if family == "A16" else 160 * rows * a_tiles
-        slot = 2 * tile_format(name).tile_bytes + (of_a if in_slots else 0)
+        slot = 2 * tile_format(name).tile_bytes + (of_a if with_weights else 0)
         need = how.warps * (how.stages * (slot + 8) + 8)
         if in_boxes:  # 128 K of 8 or 16 tokens, from a multiple of 1024 bytes on
             of_a = how.stages * 256 * how.tokens
             need = -(-need // 1024) * 1024 + how.warps * of_a
-        elif not in_slots:
+        elif not with_weights:
             need += warps_k * of_a
         need += 64 * found.row_tiles
         pairs = -(-found.row_tiles // (2 * how.warps_n))
@@ -245,7 +245,7 @@ def test_configurations_fit_any_gpu(
             need += warps_k * sums
         assert need <= found.shared <= kilobytes * 1024, where
         assert 1 <= how.prefetched <= how.stages, where
-        alone = in_slots or in_boxes
+        alone = with_weights or in_boxes
         assert how.prefetched == 1 or not alone, "the second slot's A would have no place"
         assert found.k_tiles * warps_k * TILE_K >= k, "all of K is someone's"
         grid = found.grid(m, n)

@@ -54,23 +54,24 @@ from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.weights.storage_formats import tile_format
 
 
-def arguments(how: Variant, w: Any, row_scales: Any, a: Any, *others: Any) -> tuple[Any, ...]:
+def arguments(variant: Variant, w: Any, row_scales: Any, a: Any, *others: Any) -> tuple[Any, ...]:
     """Those of a kernel: where it copies A in boxes, a tensor map of A comes first."""
-    if how.place == "in_boxes":
-        return TensorMap(a, (how.tokens, BOX_K)), w, row_scales, *others
+    if variant.place == "in_boxes":
+        return TensorMap(a, (variant.tokens, BOX_K)), w, row_scales, *others
     return w, row_scales, a, *others
 
 
 @cache
-def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
+def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
     """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums;
     gated: a pair is a row tile of gates and the same one of ups (`gated_walk`)."""
-    tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
-    prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
-    a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
-    in_boxes = how.place == "in_boxes"
+    tokens, warps, warps_n, stages = variant.tokens, variant.warps, variant.warps_n, variant.stages
+    prefetched, slot_bytes = variant.prefetched, variant.slot_bytes
+    a_at, ahead = variant.a_at, variant.ahead
+    a8, quantized = variant.family == "A8", variant.place == "quantized"
+    with_weights, in_boxes = variant.place == "with_weights", variant.place == "in_boxes"
     alignment, bounds = (1024 if in_boxes else 128), (32 * warps + end_of.beside, 1)
-    product = product_of(name, how, kind)
+    product = product_of(name, variant, kind)
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
     store_sums, load_ahead, n_loads = end_of.store, end_of.load_ahead, end_of.n_loads
@@ -79,11 +80,11 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
     copy_weights, copy_row_scales = walks.bulk_copy, walks.bulk_copy_scales
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
-    copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
+    copies, (load, quantize) = bulk_copies(variant.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a = copies.size, copies.issue
     has_tail, zero_tail = copies.has_tail, copies.zero_tail
     copy_boxes, of_boxes = box_copies(tokens), boxes_bytes(tokens)
-    bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
+    bars_at, bars_of_warp = variant.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, lane):
@@ -93,7 +94,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         if not is_over(walk, part):
             at, size, into, k_tile, _ = walk
             if lane == 0:
-                if in_slots:
+                if with_weights:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
                 elif in_boxes:
                     more_bytes += of_boxes
@@ -107,7 +108,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane):
         """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots."""
-        if in_slots and not is_over(walk, part):
+        if with_weights and not is_over(walk, part):
             to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
             copy_a(smem, to, to + TILE_K * here, pitch, bar, a, a_scales, rows, k_tile, 1, lane)
 
@@ -144,7 +145,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, lane)
-        if in_slots and has_tail(a):
+        if with_weights and has_tail(a):
             to = int32(ring + weights)
             for _ in range(stages):
                 zero_tail(smem, to, pitch, a, rows, int32(all_k_tiles - 1), 1, lane)
@@ -161,7 +162,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
-        elif in_slots:
+        elif with_weights:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
         elif in_boxes:
             if lane == 0 and not is_over(first_walk, part):
@@ -186,7 +187,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
                     load(x, a, k0, i, lane)
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
-        elif not (in_slots or in_boxes):
+        elif not (with_weights or in_boxes):
             if copies_a and count > 0:
                 zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
             if warps_n > 1:  # the mbarrier, and the zeros, may be another warp's
@@ -206,7 +207,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
                 mbarrier_wait(smem, bar, parity)
                 tile = s if in_boxes else i
                 at, at_scales = int32(own_a + tile * step), int32(own_scales + i * scales_step)
-                if in_slots:
+                if with_weights:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
                 cuda.syncwarp()
@@ -243,13 +244,15 @@ def launch(
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
     found = tile_configuration(stored_as, shape, family, quantized, mapped=True)
-    how, kind, output = found.variant, dtype_name(a), dtype_name(out)
-    scale = product_of(stored_as.name, how, kind).scale
-    end_of = final_sum(how.tokens, how.warps, how.warps_k, scale, scaled, output, of_bias)
-    run = kernel(stored_as.name, how, kind, end_of)
+    variant, kind, output = found.variant, dtype_name(a), dtype_name(out)
+    scale = product_of(stored_as.name, variant, kind).scale
+    end_of = final_sum(
+        variant.tokens, variant.warps, variant.warps_k, scale, scaled, output, of_bias
+    )
+    run = kernel(stored_as.name, variant, kind, end_of)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    args = arguments(how, packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
-    block = (32 * how.warps,)
+    args = arguments(variant, packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
+    block = (32 * variant.warps,)
     return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
 
 

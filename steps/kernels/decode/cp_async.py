@@ -32,15 +32,17 @@ from steps.kernels.parts.weights.storage_formats import tile_format
 
 @cache
 def kernel(
-    name: str, how: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
+    name: str, variant: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
 ) -> Any:
-    """The kernel of a storage format. how: the placement of A in shared memory, and the K range of
-    each warp. kind, output, of_bias: dtypes of A, C and the bias, which may be None. scaled: tokens
-    have scales."""
-    tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
-    prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
-    a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
-    product = product_of(name, how, kind)
+    """The kernel of a storage format. variant: the placement of A in shared memory, and the K range
+    of each warp. kind, output, of_bias: dtypes of A, C and the bias, which may be None. scaled:
+    tokens have scales."""
+    tokens, warps, warps_n, stages = variant.tokens, variant.warps, variant.warps_n, variant.stages
+    prefetched, slot_bytes = variant.prefetched, variant.slot_bytes
+    a_at, ahead = variant.a_at, variant.ahead
+    a8, quantized = variant.family == "A8", variant.place == "quantized"
+    with_weights = variant.place == "with_weights"
+    product = product_of(name, variant, kind)
     places, multiply, finish = product.places, product.multiply, product.finish
     n_acc = product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
@@ -49,7 +51,7 @@ def kernel(
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
-    copy, (load, quantize) = async_copy(how.family, tokens), float32_quantizer(tokens, ahead)
+    copy, (load, quantize) = async_copy(variant.family, tokens), float32_quantizer(tokens, ahead)
     wait_for_oldest, wait_for_all = cp_async_wait(stages - 1), cp_async_wait(0)
 
     @cuda.jit(device=True, forceinline=True)
@@ -69,7 +71,7 @@ def kernel(
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane):
         """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots."""
-        if in_slots and not is_over(walk, part):
+        if with_weights and not is_over(walk, part):
             to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
             copy(smem, to, to + TILE_K * here, pitch, a, a_scales, rows, k_tile, lane)
 
@@ -108,7 +110,7 @@ def kernel(
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
-        elif in_slots:
+        elif with_weights:
             issue_a(smem, ring, first_walk, part, pitch, a, a_scales, rows, lane)
         else:
             i = int32(warp % warps_n)
@@ -128,7 +130,7 @@ def kernel(
                     load(x, a, k0, i, lane)
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
-        elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
+        elif warps_n > 1 and not with_weights:  # other warps have copied parts of this one's A
             wait_for_oldest()
             cuda.syncthreads()
         load_ahead(loaded, c, a_scales, bias, m0, first, end, t)
@@ -146,7 +148,7 @@ def kernel(
                 wait_for_oldest()
                 cuda.syncwarp()
                 at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
-                if in_slots:
+                if with_weights:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
 

@@ -129,16 +129,16 @@ def offsets(tokens: int, warps: int, ranks: int) -> tuple[int, int, int]:
 
 @cache
 def low_rank_end(
-    how: Variant, kind: str, scale: float, output: str, of_bias: str | None, ranks: int
+    variant: Variant, kind: str, scale: float, output: str, of_bias: str | None, ranks: int
 ) -> FinalSum:
     """The end of a product with a low-rank term: it reads (x, down, up, factors, words, (sums,
     start), patience, bias), see `launch` and `Layout`. kind: dtype of x, down and up; other
     arguments as of `final_sum`. A thread loads ahead the number of launches, a factor, and of its
     first slice A and x."""
-    tokens, warps = how.tokens, how.warps
+    tokens, warps = variant.tokens, variant.warps
     threads, tile_sums, parts = WARP * warps, TILE_ROWS * tokens, UNITS // ranks
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
-    of_warps = warp_sums(tokens, how.warps_k)
+    of_warps = warp_sums(tokens, variant.warps_k)
     output_of, add_up, store_one = of_warps.output_of, of_warps.add_up, STORE[output]
     own_at, sums_at, up_at = offsets(tokens, warps, ranks)
     pitch, chunks = 2 * ranks + PAD, ranks // EIGHT
@@ -413,15 +413,15 @@ def configuration(fmt: Format, shape: Shape, ranks: int) -> tuple[TileConfigurat
     if shape.m > MOST_TOKENS:
         raise ValueError(f"a low-rank term is added for up to {MOST_TOKENS} tokens, not {shape.m}")
     found = tile_configuration(storage_format(fmt), shape, "A16", False, mapped=True)
-    how = found.variant
-    own = offsets(how.tokens, how.warps, ranks)[-1] + TILE_ROWS * found.row_tiles * (
+    variant = found.variant
+    own = offsets(variant.tokens, variant.warps, ranks)[-1] + TILE_ROWS * found.row_tiles * (
         2 * ranks + PAD
     )
     if found.sums_at:  # the ring, free at the end, and the sums, which nobody has stored at first
-        layout, room = Layout(found.sums_at, 0, found.shared), how.bars_at
+        layout, room = Layout(found.sums_at, 0, found.shared), variant.bars_at
     else:  # the ring has the sums
         sums = ceil_div(found.row_scales_at + 4 * TILE_ROWS * found.row_tiles, 128) * 128
-        start = sums + 4 * how.warps * how.tokens
+        start = sums + 4 * variant.warps * variant.tokens
         layout, room = Layout(sums, start, max(found.shared, start + own)), shared_memory() - start
     if own > room:
         raise ValueError(
@@ -451,11 +451,11 @@ def launch(
         raise ValueError(f"a low-rank term has {', '.join(map(str, RANKS))} ranks, not {ranks}")
     found, layout = configuration(fmt, Shape(m, n, k, invariant), ranks)
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    how, name, kind = found.variant, storage_format(fmt).name, dtype_name(x)
-    scale = product_of(name, how, kind).scale
-    end_of = low_rank_end(how, kind, scale, dtype_name(out), of_bias, ranks)
+    variant, name, kind = found.variant, storage_format(fmt).name, dtype_name(x)
+    scale = product_of(name, variant, kind).scale
+    end_of = low_rank_end(variant, kind, scale, dtype_name(out), of_bias, ranks)
     places = np.int32(layout.sums), np.int32(layout.start)
     reads = (x, down, up, factors, words, places, np.int32(patience), bias)
-    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
-    run = kernel(name, how, kind, end_of)
-    return Launch(run, found.grid(m, n), (WARP * how.warps,), args, layout.shared, overlap=True)
+    args = arguments(variant, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    run = kernel(name, variant, kind, end_of)
+    return Launch(run, found.grid(m, n), (WARP * variant.warps,), args, layout.shared, overlap=True)

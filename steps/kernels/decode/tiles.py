@@ -95,7 +95,7 @@ BOX_TOKENS: Final = 8
 ALONE: Final = 116 * 1024
 """Bytes with which a block has an SM to itself: of two blocks each would get half."""
 
-Place = Literal["kept", "in_slots", "in_boxes", "quantized"]
+Place = Literal["kept", "with_weights", "in_boxes", "quantized"]
 """How a warp's part of A comes to shared memory: copied once and kept; a tile of it with each tile
 of weights, in the slots of the ring or in boxes beside it; or quantized by the warp, and kept."""
 
@@ -205,9 +205,9 @@ def tile_configuration(
         parts = tile_configuration(fmt, most_tokens, family, quantized, mapped).variant.warps_k
     boxes = mapped and family == "A16" and columns(shape.m) >= BOX_TOKENS
     # boxes rather than A that is kept, and rather than more warps
-    places: tuple[tuple[Place, ...], ...] = (("kept", "in_slots"),)
+    places: tuple[tuple[Place, ...], ...] = (("kept", "with_weights"),)
     if boxes:
-        places = ("in_boxes",), ("kept", "in_slots")
+        places = ("in_boxes",), ("kept", "with_weights")
     elif quantized:
         places = (("quantized",),)
     shares_n = (1,) if quantized else (1, 2, 4, 8, 16)
@@ -252,19 +252,19 @@ def _configuration(
 ) -> TileConfiguration:  # fmt: skip
     """That of such a work, in as much shared memory as it needs."""
     tokens, pairs = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n)
-    in_slots, in_boxes = place == "in_slots", place == "in_boxes"
+    with_weights, in_boxes = place == "with_weights", place == "in_boxes"
     rows = tokens if place == "quantized" else min(shape.m, tokens)
-    a_tiles = 1 if in_slots or in_boxes else k_tiles
+    a_tiles = 1 if with_weights or in_boxes else k_tiles
     pitch = ROW_BYTES * a_tiles + (PAD if rows > 1 else 0)
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
-    slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (a_bytes if in_slots else 0)
+    slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (a_bytes if with_weights else 0)
     ahead = min(H200_AHEAD, ceil_div(k_tiles * BLOCKS * tokens, SIDE_BY_SIDE))
     many = place == "quantized" and pairs > 1
     variant = Variant(
         family, tokens, warps, warps_n, stages, H200_PREFETCHED if many else 1, place,
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
-    parts, part_bytes = variant.warps_k, 0 if in_slots else a_bytes
+    parts, part_bytes = variant.warps_k, 0 if with_weights else a_bytes
     if in_boxes:
         parts, part_bytes = warps, stages * boxes_bytes(tokens)
     row_scales_at = variant.a_at + parts * part_bytes
