@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from qformats import quantize
+from reference import Problem
 from reference.bfloat16 import bfloat16_bits
-from steps.checks.verify import multiply, prepare
+from steps.checks.verify import multiply, prepare, verify
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import Kernel, Work
-from steps.driver.machines import Simulator
+from steps.driver.machines import Gpu, Simulator
 from steps.kernels.parts.activations import beside, layouts
 from steps.kernels.parts.activations.beside import rows_operand
 from steps.kernels.parts.activations.layouts import all_float16_rows, float16_rows_of_many
@@ -92,6 +93,17 @@ def test_rows_of_other_dtypes_are_as_ever(dtype: Any) -> None:
     how, rows, _ = rows_operand(made.arrays, "unread")
     assert how is None
     assert rows is made.arrays[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distribution", ["integer", "normal", "llm"])
+def test_many_rows_on_a_gpu(distribution: str) -> None:
+    """Launched with other products between, which find their counters at zero."""
+    machine = Gpu()
+    for m, k in ((1300, 1024), (3000, 2080), (1300, 1024)):
+        problem = Problem(m, 640, k, "q5_1", distribution, input="bfloat16")
+        found = verify(kernel_of(14), "A16", problem, machine, dtype="bfloat16")
+        assert found.ok, found.verdict
 
 
 @pytest.mark.slow
