@@ -27,7 +27,7 @@ What it costs
 Machine code
     HGMMA, or IGMMA, with its A from registers, UTMALDG and UBLKCP in the producer, no spills.
 Prerequisites
-    Step 14, `routing`, `sorted_rows` and `scatter`. Step 20 has producers that gather A themselves.
+    Step 20, `routing`, `sorted_rows` and `scatter`.
 """
 
 from __future__ import annotations
