@@ -74,10 +74,6 @@ if TYPE_CHECKING:
     from steps.driver.machines import Gpu, Simulator
 
 
-MOST_OF_A: Final = 8 << 32
-"""Values of A, of 16 bits: kernels count 16-byte chunks of it in 32 bits."""
-
-
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -445,11 +441,6 @@ def require_product(request: ExpertsRequest) -> None:
             raise ValueError(
                 f"{name} is {size} and kernels count to {MOST_OF_A_SIDE}: multiply a part at a time"
             )
-    if request.a_rows * request.k > MOST_OF_A:
-        raise ValueError(
-            f"a has {request.a_rows} x {request.k} values and kernels count to {MOST_OF_A}: "
-            "multiply a part at a time"
-        )
     if request.gate is not None and request.gate not in GATES:
         raise ValueError(f"gate is {request.gate!r}: it must be one of {', '.join(GATES)}, or None")
     if request.gate is not None and request.n % (2 * TILE_ROWS):
