@@ -83,7 +83,7 @@ class Chains:
             all(one.format == qkv.format and one.bias is None for one in others)
             and all(one.output_dtype(1) is torch.float16 for one in first.products)
             and all(one.dtype is torch.float32 for one in norms)
-            and chain.supports(*_sizes(first, qkv), multiprocessors())
+            and chain.supports(*_sizes(first, qkv), chain.thread_blocks(multiprocessors()))
             and chain.runs_here()
         )
 
@@ -152,5 +152,5 @@ def of_chain(format: str, epsilon: float, *arrays: Any, machine: Machine) -> Lau
     weights, scales, norms, place = arrays[:4], arrays[4:8], arrays[8:10], arrays[10:18]
     y, bias = (*arrays[18:], None, None)[:2]
     name = storage_format(FORMATS[format]).name
-    rest = epsilon, multiprocessors()
+    rest = epsilon, chain.thread_blocks(multiprocessors())
     return chain.launch(name, weights, scales, norms, place, y, bias, *rest)

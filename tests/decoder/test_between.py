@@ -213,9 +213,9 @@ def test_kernels_around_deferred_norms_are_compiled_ahead(
 
 @pytest.fixture
 def chained_layers(by_step_18: Any, monkeypatch: Any) -> Any:
-    """A GPU of two SMs, where chains run."""
+    """A GPU of six SMs, where chains of two thread blocks run."""
     for module in (tiles, chained):
-        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
+        monkeypatch.setattr(module, "multiprocessors", lambda: 2 + chain.BESIDE)
     monkeypatch.setattr(chain, "runs_here", lambda: True)
     monkeypatch.setattr(chain, "launch", partial(chain.launch, warps=4))  # the simulator is slow
     return by_step_18

@@ -95,6 +95,10 @@ H200_UNDER_WAY: Final = 8 * 4608
 DEEP: Final = 2
 """K tiles of a chunk, where that is `MOST_CHUNK` bytes at most."""
 MOST_CHUNK: Final = 4608
+BESIDE: Final = 4
+"""SMs without a block: there is attention, two blocks on each, and waits while a chain still runs.
+So the next chain gets the SMs of this one, each as soon as its block ends, and streams weights at
+once. A block that began behind attention would be late by 4 us of weights, and all wait for it."""
 EVEN: Final = 0.9
 """Of the largest share of a product the average one must be."""
 POLLS: Final = 1 << 25
@@ -601,8 +605,8 @@ def chain_of(
     name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int,
     warps: int = WARPS,
 ) -> Chain:  # fmt: skip
-    """What is compiled for a layer in a storage format, on a GPU of so many SMs. n_qkv: features of
-    the next layer's queries, keys and values, 0 behind the last.
+    """What is compiled for a layer in a storage format, for so many thread blocks. n_qkv: features
+    of the next layer's queries, keys and values, 0 behind the last.
 
     ValueError where the sizes do not divide into pairs of row tiles and chunks, where a block
     would have more pairs than warps, or where shared memory does not hold A and a ring."""
@@ -625,7 +629,7 @@ def chain_of(
             f"a block of a chain has up to {warps} pairs of row tiles of a product, not "
             f"{max(pairs)}"
         )
-    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(max(numbers[0], blocks), 32)
+    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(max(numbers[0], blocks + BESIDE), 32)
     without = Chain(name, warps, deep, 0, a_bytes, pairs, loads, biased)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
@@ -678,7 +682,7 @@ def launch(
               [1 + width / 32] what the norm before qkv leaves.
     y       : float16 [N]; None behind the last layer: then there is no product behind the norm.
     bias    : float32 [N], or None.
-    blocks  : SMs of the GPU. window: chunks under way in a block, a multiple of `PRODUCERS`.
+    blocks  : see `thread_blocks`. window: chunks under way in a block, a multiple of `PRODUCERS`.
     ValueError as of `chain_of`.
     """
     a, h, before, _, gates, x_next, _, _ = place
@@ -695,6 +699,11 @@ def launch(
         x_next if y is None else y, sizes, np.float32(epsilon),
     )  # fmt: skip
     return Launch(kernel(how), (blocks,), (how.threads,), args, how.shared, True, together=True)
+
+
+def thread_blocks(sms: int) -> int:
+    """Of a chain on a GPU of so many SMs."""
+    return max(1, sms - BESIDE)
 
 
 @cache
