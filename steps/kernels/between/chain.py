@@ -121,9 +121,9 @@ class Chain:
     deep   : K tiles of a chunk
     slots  : of the ring
     a_bytes: of the longest A
-    pairs  : of a block at most, in each product
+    even, odd : pairs of a block at most, in products 0 and 2, and in 1 and 3
     loads  : sums of h^2 of a lane
-    biased : whether queries, keys and values have a bias
+    biases : pairs of a block at most whose queries, keys and values have a bias
     """
 
     format: str
@@ -131,9 +131,10 @@ class Chain:
     deep: int
     slots: int
     a_bytes: int
-    pairs: tuple[int, ...]
+    even: int
+    odd: int
     loads: int
-    biased: bool
+    biases: int
 
     @property
     def threads(self) -> int:
@@ -158,8 +159,7 @@ class Chain:
     @property
     def bars_at(self) -> int:
         """Sums of products 0 and 2, then those of 1 and 3."""
-        even, odd = max(self.pairs[::2]), max(self.pairs[1::2])
-        return self.sums_at + self.warps * 4 * ROWS * (even + odd)
+        return self.sums_at + self.warps * 4 * ROWS * (self.even + self.odd)
 
     @property
     def rows_at(self) -> int:
@@ -168,19 +168,19 @@ class Chain:
 
     @property
     def bias_at(self) -> int:
-        return self.rows_at + 4 * ROWS * max(self.pairs)
+        return self.rows_at + 4 * ROWS * max(self.even, self.odd)
 
     @property
     def h_at(self) -> int:
-        return self.bias_at + (4 * ROWS * self.pairs[3] if self.biased else 0)
+        return self.bias_at + 4 * ROWS * self.biases
 
     @property
     def weights_at(self) -> int:
-        return self.h_at + 4 * ROWS * self.pairs[0]
+        return self.h_at + 4 * ROWS * self.even
 
     @property
     def squares_at(self) -> int:
-        return self.weights_at + 4 * ROWS * self.pairs[0]
+        return self.weights_at + 4 * ROWS * self.even
 
     @property
     def norms_at(self) -> int:
@@ -254,10 +254,10 @@ def kernel(how: Chain) -> Any:
     a_at, sums_at, bars_at, rows_at = how.a_at, how.sums_at, how.bars_at, how.rows_at
     bias_at, h_at, weights_at = how.bias_at, how.h_at, how.weights_at
     squares_at, norms_at, table_at = how.squares_at, how.norms_at, how.table_at
-    empty_at, loads, biased = bars_at + 8 * slots, how.loads, how.biased
+    empty_at, loads, biased = bars_at + 8 * slots, how.loads, how.biases > 0
     of_pair, of_chunk = 4 * ROWS, deep * TILE_K  # bytes of sums; K
     lanes_of_a = of_chunk // 8
-    even_bytes, odd_bytes = of_pair * max(how.pairs[::2]), of_pair * max(how.pairs[1::2])
+    even_bytes, odd_bytes = of_pair * how.even, of_pair * how.odd
     odd_at = sums_at + warps * even_bytes
     more_parts = ceil_div(how.a_bytes // 2 // of_chunk, warps)
     product = product_a16(how.format, "float16", 1)
@@ -432,6 +432,7 @@ def kernel(how: Chain) -> Any:
             offsets = places(lane, here, int32(0))
             p, index = int32(0), int32(0)
             while p < products:
+                # read anew in each phase, or one is spilled, and waits behind weights in the L1
                 t = thread_index()
                 lane, warp = int32(t & 31), int32(t >> 5)
                 pairs, first, chunks = entry(smem, p, 0), entry(smem, p, 1), entry(smem, p, 2)
@@ -523,10 +524,12 @@ def kernel(how: Chain) -> Any:
                         if lane == 0:
                             mbarrier_arrive(smem, empty_at + 8 * slot)
                         c = int32(c + warps)
-                    if lane & 3 == 0:
-                        to = int32(sums_at + warp * even_bytes + of_pair * pair + lane)
+                    t = thread_index()
+                    if t & 3 == 0:
+                        to = int32(sums_at + (t >> 5) * even_bytes)
                         if p & 1:
-                            to = int32(odd_at + warp * odd_bytes + of_pair * pair + lane)
+                            to = int32(odd_at + (t >> 5) * odd_bytes)
+                        to = int32(to + of_pair * pair + (t & 31))
                         store_f32(smem, to, acc[0])
                         store_f32(smem, to + 32, acc[2])
                         store_f32(smem, to + 64, acc[4])
@@ -564,7 +567,7 @@ def kernel(how: Chain) -> Any:
                         total += load_f32(smem, at + step * i)
                     wait_all()
                     total *= load_f32(smem, rows_at + place) * float32(scale)
-                    factor, pair = factor_of(smem, p), int32(first + warp)
+                    factor, pair = factor_of(smem, p), int32(entry(smem, p, 1) + warp)
                     if p & 1 == 0:
                         total += load_f32(smem, h_at + place)
                         row = int32(ROWS * pair + lane)
@@ -629,8 +632,9 @@ def chain_of(
             f"a block of a chain has up to {warps} pairs of row tiles of a product, not "
             f"{max(pairs)}"
         )
-    a_bytes, loads = 2 * max(width, hidden, k_out), ceil_div(max(numbers[0], blocks + BESIDE), 32)
-    without = Chain(name, warps, deep, 0, a_bytes, pairs, loads, biased)
+    work = max(pairs[::2]), max(pairs[1::2]), ceil_div(max(numbers[0], blocks + BESIDE), 32)
+    rest = 2 * max(width, hidden, k_out), *work, pairs[3] if biased else 0
+    without = Chain(name, warps, deep, 0, *rest)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
     # chunk whose slot that is must have landed by then, or it takes the old one for the new.
@@ -640,7 +644,7 @@ def chain_of(
             f"a chain needs a ring of {least} chunks of {without.chunk} bytes "
             f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
         )
-    return Chain(name, warps, deep, slots, a_bytes, pairs, loads, biased)
+    return Chain(name, warps, deep, slots, *rest)
 
 
 def window_of(how: Chain) -> int:
@@ -657,11 +661,11 @@ def supports(
 ) -> bool:
     """Whether there is a chain for such a layer, and blocks get shares that are about equal."""
     try:
-        how = chain_of(name, width, hidden, k_out, n_qkv, biased, blocks)
+        chain_of(name, width, hidden, k_out, n_qkv, biased, blocks)
     except ValueError:
         return False
-    numbers = numbers_of_pairs(width, hidden, n_qkv)
-    return all(n >= EVEN * blocks * most for n, most in zip(numbers[:3], how.pairs, strict=False))
+    numbers = numbers_of_pairs(width, hidden, n_qkv)[:3]
+    return all(n >= EVEN * blocks * ceil_div(n, blocks) for n in numbers)
 
 
 def launch(
