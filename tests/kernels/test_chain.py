@@ -92,8 +92,8 @@ class Layer:
     ("name", "sizes", "biased", "blocks", "warps", "order"),
     [
         ("q4_0", (256, 256, 256, 128), False, 2, 16, 0),  # two K tiles a chunk
-        ("q8_0", (128, 640, 128, 96), True, 10, 4, -1),  # a warp has two parts of a row
-        ("q5_1", (256, 128, 512, 0), False, 3, 8, 5),  # the last layer; the first part is longer
+        ("q8_0", (128, 640, 128, 96), True, 10, 4, 0),  # a warp has two parts of a row
+        ("q5_1", (256, 128, 512, 0), False, 3, 8, -1),  # the last layer; the first part is longer
     ],
 )
 def test_products_of_a_layer(
