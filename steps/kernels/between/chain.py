@@ -15,13 +15,12 @@ What is new
     Norms are deferred as in `steps.kernels.between.deferred_norm`: x = h * weight * s, and r / s
     behind the next product. The sums of h^2 of each pair of row tiles are polled likewise, by one
     warp of each block. Rows of the residual stay with the block that has them from out to down.
-    The launch begins while attention, a few blocks, still runs: meanwhile the rings of all other
-    SMs fill, so that attention hides behind weights.
+    A block begins where one of the chain before has ended, while attention runs on SMs of its own
+    (`BESIDE`): meanwhile the rings fill.
 Why it should help
     Behind every product memory idles until A has come and the first weights have. Four products and
-    attention take 40.3 us of a layer of Llama 3 8B on an H200, and its 123 MB of weights 28. In a
-    chain of layers without attention this took 33.0 us where the four products had taken 35.6.
-    Expect 35 us with attention, whose 4 us fall into the filling of the rings.
+    attention took 40.3 us of a layer of Llama 3 8B on an H200, where its 123 MB of weights take 28.
+    Expect 35 us. Measured: 37.2, and why, in results/worklog/decoder.md.
 What it costs
     All blocks must be on the GPU at once: `runs_here`. 227 KB of shared memory, so nothing else
     runs on an SM beside it. One token.
@@ -649,7 +648,7 @@ def chain_of(
 
 def window_of(how: Chain) -> int:
     """Chunks under way at a time."""
-    return ceil_div(H200_UNDER_WAY, how.chunk * PRODUCERS) * PRODUCERS
+    return max(1, round(H200_UNDER_WAY / (how.chunk * PRODUCERS))) * PRODUCERS
 
 
 def numbers_of_pairs(width: int, hidden: int, n_qkv: int) -> tuple[int, int, int, int]:
