@@ -247,6 +247,7 @@ TABLES: Final = (
     ("A model of transformers", of_transformers, "transformers.json"),
     ("GGUF files in transformers", of_gguf, "gguf.json"),
     ("A decoder", of_decoder, "decoder.json"),
+    ("A decoder with experts", of_decoder, "decoder_experts.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
     ("Gradients of x", of_gradients, "gradients.json"),

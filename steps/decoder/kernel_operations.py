@@ -24,6 +24,7 @@ from steps.contract import Launch, Machine
 from steps.decoder import operations
 from steps.decoder.chained import Chains
 from steps.decoder.deferred import DeferredNorms
+from steps.decoder.expert_layers import ExpertLayers
 from steps.decoder.operations import PLAIN, Operations
 from steps.kernels.between import (
     add_and_norm,
@@ -103,6 +104,7 @@ class Kernels:
             swiglu_overlaps=True,
             deferred=DeferredNorms(self._launch),
             chains=Chains(self._launch),
+            expert_layers=ExpertLayers(self._launch),
         )
 
     def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:

@@ -398,8 +398,8 @@ class Cache:
     """Keys and values of up to `length` positions, and how many there are, on the device.
 
     layers: [B, 2 kv_heads, length, head_dim] of each layer. position: int64 [], the next one that
-    is written. cos, sin: [length, head_dim], for `operations.rotary`. shown: a `chained.Memory`,
-    once a token has needed it.
+    is written. cos, sin: [length, head_dim], for `operations.rotary`. shown: what launches that run
+    at the same time show each other (`chained`, `expert_layers`), once a token has needed it.
     """
 
     def __init__(
@@ -515,6 +515,11 @@ class Decoder:
             elif deferred is not None and m <= MOST_SEQUENCES:
                 norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
                 wanted += norms
+            if self.is_whole(made := self.cache(1, 1), m):
+                given = self.layers, self.norm, made, self.config.heads, self.config.epsilon
+                wanted += self.operations.expert_layers.ahead(*given)
+                others = {one for layer in self.layers for one in layer.products}
+                others.discard(self.layers[0].qkv)
             for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
                 if product in others:
                     continue
@@ -574,6 +579,10 @@ class Decoder:
             position = cache.position + first if first else cache.position
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
+        if self.is_whole(cache, len(ids) * ids.shape[1]):
+            with TURNS.taken(self.device):
+                logits = self._in_two_launches(parts[0].h, cache)
+            return logits[:, None] if every else logits
         ends = self._ends()
         if ids.numel() == 1 and self._takes_chains():
             with TURNS.taken(self.device):
@@ -623,6 +632,24 @@ class Decoder:
         if self._defers(part, last.down, self.norm, self.output):
             part.x, part.left = x, left
         return self._of_normed(part, self.norm, self.output)
+
+    def is_whole(self, cache: Cache, tokens: int) -> bool:
+        """Whether each layer of so many tokens is attention and one launch more."""
+        whole = self.operations.expert_layers
+        if whole is None or tokens > 1:
+            return False
+        taken: bool = whole.takes(self.layers, self.config.heads, cache.layers[0])
+        return taken
+
+    def _in_two_launches(self, h: Tensor, cache: Cache) -> Tensor:
+        """Logits after one token, by `expert_layers.ExpertLayers`."""
+        do, first, epsilon = self.operations, self.layers[0], self.config.epsilon
+        qkv = first.qkv(do.rms_norm(h, first.before_attention, epsilon, torch.float16))
+        heads = self.config.heads
+        do.expert_layers.run(self.layers, self.norm, qkv, h, cache, heads, epsilon)
+        dtype = self.output.input_dtype(1)
+        logits: Tensor = self.output(do.rms_norm(h, self.norm, epsilon, dtype))
+        return logits
 
     def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""

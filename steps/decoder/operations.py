@@ -195,10 +195,12 @@ class Operations(NamedTuple):
     """A `deferred.DeferredNorms`, or None where each norm is a launch."""
     chains: Any = None
     """A `chained.Chains`, or None where each product is a launch."""
+    expert_layers: Any = None
+    """An `expert_layers.ExpertLayers`, or None where each product of experts is a launch."""
 
 
 PLAIN: Final = Operations("plain")
-FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-3] if name != "route")
+FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-4] if name != "route")
 
 
 def compiled() -> Operations:

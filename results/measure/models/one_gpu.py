@@ -2,7 +2,8 @@
 
 Two decoders differ in their products: ours over blocks, and torch's over the same weights in
 float16, those of experts by `torch._grouped_mm` in bfloat16. At batch 1 norms and gates of a dense
-model are within ours (`steps.decoder.deferred`). Weights are random bytes with sensible scales, not
+model are within ours (`steps.decoder.deferred`), and a layer with experts is attention and one
+launch more (`steps.decoder.expert_layers`). Weights are random bytes with sensible scales, not
 quantized floats: 1024 rows of each kind of matrix are drawn and packed. Each layer repeats them in
 memory of its own, from another row on, so that all weights come from memory. torch's experts have
 the memory of `COPIES` layers, which is more than a cache holds: all of them would be 58 GB.
@@ -456,6 +457,9 @@ def measure(
     choices = {}
     for accuracy, m in asked:
         ours.set_accuracy(accuracy)
+        if m == 1 and ours.is_whole(ours.cache(1, 1), 1):
+            choices[f"experts, a layer at T={m}"] = "attention, and one launch behind it"
+            continue
         for one in ours.layers[0].products:
             if isinstance(one, StepExperts):
                 for each in one.choices(m, config.chosen):

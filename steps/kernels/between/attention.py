@@ -42,6 +42,7 @@ Prerequisites
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -71,6 +72,7 @@ from steps.kernels.between.heads import SIZES, add_scaled_from, quotient, rotate
 from steps.kernels.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
 from steps.kernels.between.values import add_scaled, as_halves, dot, eight_of, put
 from steps.kernels.parts.activations.sources import four_floats
+from steps.kernels.parts.exchange import PATIENCE, show, shown_twelve, tag_of
 from steps.kernels.parts.split_k_reduction import count_block_arrival
 
 RESIDENT: Final = 5  # blocks whose registers an SM has: so they have 96, and fit beside step 18
@@ -95,12 +97,86 @@ def ring_bytes(size: int) -> int:
     return WARPS * slot_count(size) * 2 * KEYS * (2 * size + PAD)
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Words of `steps.kernels.parts.exchange` where these begin.
+
+    qkv_at  : qkv, of the launch numbered one less; None where it is an array.
+    out_at  : the output.
+    """
+
+    qkv_at: int | None
+    out_at: int
+
+
 @cache
-def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> Any:
+def shown_loads(shown: Shown | None) -> Any:
+    """load(words, at, other, third, tag, patience) -> 24 values of qkv, eight from each place on,
+    asked for together: the launch before may show them only now."""
+    qkv_at = 0 if shown is None or shown.qkv_at is None else shown.qkv_at
+
+    @cuda.jit(device=True, forceinline=True)
+    def eight(w0, w1, w2, w3):
+        return four_floats(w0, w1) + four_floats(w2, w3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(words, at, other, third, tag, patience):
+        before = uint32(tag - 1)
+        x = shown_twelve(
+            words,
+            int32(qkv_at + at),
+            int32(qkv_at + other),
+            int32(qkv_at + third),
+            before,
+            patience,
+        )
+        return (
+            eight(x[0], x[1], x[2], x[3])
+            + eight(x[4], x[5], x[6], x[7])
+            + eight(x[8], x[9], x[10], x[11])
+        )
+
+    return load
+
+
+@cache
+def stores(of_out: str, shown: Shown | None) -> tuple[Any, Any]:
+    """(store, store_four) of eight and of four values of the output."""
+    to, out_at = OF_DTYPE[of_out], 0 if shown is None else shown.out_at
+    store_eight, store_both = to.store, to.store_four
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(out, at, x, tag):
+        store_eight(out, at, x)
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_four(out, at, x0, x1, x2, x3, tag):
+        store_both(out, at, x0, x1, x2, x3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def show_four(words, at, x0, x1, x2, x3, tag):
+        show(words, int32(out_at + at), tag, floats_to_halves(x0, x1))
+        show(words, int32(out_at + at + 2), tag, floats_to_halves(x2, x3))
+
+    @cuda.jit(device=True, forceinline=True)
+    def show_eight(words, at, x, tag):
+        show_four(words, at, x[0], x[1], x[2], x[3], tag)
+        show_four(words, at + 4, x[4], x[5], x[6], x[7], tag)
+
+    return (store, store_four) if shown is None else (show_eight, show_four)
+
+
+@cache
+def kernel(
+    queries: int, size: int, normed: bool, of_qkv: str, of_out: str, shown: Shown | None = None
+) -> Any:
     """The kernel for heads of `size` values, `queries` of them to a key. normed: whether queries
-    and keys have a norm of their own; of_qkv, of_out: dtypes."""
-    load, store, rotate = OF_DTYPE[of_qkv].load, OF_DTYPE[of_out].store, rotate_neighbours
-    add_up = sum_of_splits(queries, size, of_out)
+    and keys have a norm of their own; of_qkv, of_out: dtypes. shown: where the words lie through
+    which launches that run at the same time show each other qkv and out, both float16."""
+    rotate, waits = rotate_neighbours, shown is None or shown.qkv_at is None
+    load, load_shown = OF_DTYPE[of_qkv].load, shown_loads(shown)
+    store, store_four = stores(of_out, shown)
+    add_up = sum_of_splits(queries, size, store_four)
     load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
     # The D/8 threads of a group have a row between them; a butterfly over it takes as many steps.
     group_threads = size // EIGHT
@@ -144,10 +220,10 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 cp_async_16_zfill(ring, to + keys_bytes, cache, values_at + at, count)
         cp_async_commit()
 
-    @cuda.jit(launch_bounds=(THREADS, resident))
-    def attention(
+    @cuda.jit(device=True, forceinline=True)
+    def attend(
         qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
-        arrived, out,
+        arrived, out, tag, patience,
     ):  # fmt: skip
         """out[B, heads * D] of qkv[B, (heads + 2 kv) * D], the heads of queries, keys and values.
 
@@ -171,7 +247,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         added = cuda.shared.array(n_value, uint32, alignment=16)  # the new value
         acc, query = cuda.local.array(n_acc, float32), cuda.local.array(n_query, uint32)
         new, key = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-        value = cuda.local.array(EIGHT, float32)
+        value, first_query = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         part = int32(t & (group_threads - 1))  # which eight values of a head this thread has
@@ -204,18 +280,33 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         # these here too: behind the wait they would be one latency more
         w_query = load_floats(of_queries, EIGHT * part) if normed else c
         w_key = load_floats(of_keys, EIGHT * part) if normed else c
-        griddepcontrol_wait()
+        if waits:
+            griddepcontrol_wait()
 
         # --- the queries, in float16
         # Without a branch, which would wait for them: the first block alone needs these two.
-        put(key, 0, load(qkv, token_at + (kv * queries + head) * size + EIGHT * part))
-        put(value, 0, load(qkv, token_at + (kv * queries + kv + head) * size + EIGHT * part))
+        at = token_at + (kv * queries + head) * size + EIGHT * part
+        if waits:
+            put(key, 0, load(qkv, at))
+            put(value, 0, load(qkv, at + kv * size))
+        else:
+            of_query = token_at + head * n_head + EIGHT * min(t, int32(chunks - 1))
+            three = load_shown(qkv, at, at + kv * size, of_query, tag, patience)
+            put(key, 0, three[:8])
+            put(value, 0, three[8:16])
+            put(first_query, 0, three[16:])
         for turn in range(turns):
             o = int32(t + turn * THREADS)
             for i in range(EIGHT):
                 new[i] = 0
             if o < chunks:
-                put(new, 0, load(qkv, token_at + head * n_head + EIGHT * o))
+                at = token_at + head * n_head + EIGHT * o
+                if waits:
+                    put(new, 0, load(qkv, at))
+                elif turn == 0:
+                    put(new, 0, eight_of(first_query, 0))
+                else:
+                    put(new, 0, load_shown(qkv, at, at, at, tag, patience)[:8])
             norm(new, w_query, epsilon)
             rotate(new, 0, c, r)
             for i in range(EIGHT):
@@ -318,6 +409,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         cuda.syncthreads()
 
         # --- the sums of all warps, and the new value
+        if not waits and blocks > 1:
+            griddepcontrol_wait()  # partial sums of the launch before lie at the same place
         of_head = int64(b) * out.shape[1] + head * n_head
         partial_id = int64(head_id) * splits + split
         o = t
@@ -344,7 +437,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 by = reciprocal(whole)
                 for i in range(EIGHT):
                     new[i] *= by
-                store(out, of_head + at, eight_of(new, 0))
+                store(out, of_head + at, eight_of(new, 0), tag)
             else:
                 store_floats(partials, partial_id * n_head + at, eight_of(new, 0))
                 if part == 0:
@@ -352,6 +445,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                     states[partial_id * (2 * queries) + 2 * n + 1] = whole
             o = int32(o + THREADS)
         if blocks == 1:
+            if not waits:
+                griddepcontrol_wait()
             return
 
         # --- the last of the blocks to arrive adds up all partial sums
@@ -359,11 +454,31 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         if before[0] < int32(blocks - 1):
             return
         fence()
-        add_up(partials, states, head_id, splits, blocks, tops, totals, out, of_head, t)
+        add_up(partials, states, head_id, splits, blocks, tops, totals, out, of_head, tag, t)
         if t == 0:
             arrived[head_id] = 0  # for the next launch
 
-    return attention
+    @cuda.jit(launch_bounds=(THREADS, resident))
+    def attention(
+        qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
+        arrived, out,
+    ):  # fmt: skip
+        attend(
+            qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
+            arrived, out, uint32(0), int32(0),
+        )  # fmt: skip
+
+    @cuda.jit(launch_bounds=(THREADS, resident))
+    def attention_shown(
+        qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
+        arrived, words, index, count, patience,
+    ):  # fmt: skip
+        attend(
+            qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
+            arrived, words, tag_of(words, index, count), patience,
+        )  # fmt: skip
+
+    return attention if shown is None else attention_shown
 
 
 def supports(heads: int, kv: int, size: int) -> bool:
@@ -386,8 +501,36 @@ def launch(
 
     ValueError for heads that `supports` says no to, and for a cache of too many positions.
     """
+    dtypes = dtype_name(qkv), dtype_name(out)
+    return _launch(
+        qkv, cache, position, cos, sin, machine, head_norms, out.shape[1], dtypes, None, (out,)
+    )
+
+
+def launch_shown(
+    qkv: Any | None, cache: Any, position: Any, cos: Any, sin: Any, words: Any, places: Shown,
+    width: int, index: int, count: int, machine: Machine,
+    head_norms: tuple[Any, Any, float] | None = None, patience: int = PATIENCE,
+) -> Launch:  # fmt: skip
+    """That of one sequence, which runs beside the launch before it and the one behind it.
+
+    words: uint32 [1, any], in which its output, `width` float16, is shown, and qkv, if that is
+    None. index, count: of the launch in its token, see `steps.kernels.parts.exchange`.
+    """
+    numbers = np.int32(index), np.int32(count), np.int32(patience)
+    given, dtypes = words if qkv is None else qkv, ("float16", "float16")
+    return _launch(
+        given, cache, position, cos, sin, machine, head_norms, width, dtypes, places,
+        (words, *numbers),
+    )  # fmt: skip
+
+
+def _launch(
+    qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, machine: Machine, head_norms: Any,
+    width: int, dtypes: tuple[str, str], shown: Shown | None, last: tuple[Any, ...],
+) -> Launch:  # fmt: skip
     batch, twice, length, size = cache.shape
-    kv, heads = twice // 2, out.shape[1] // size
+    kv, heads = twice // 2, width // size
     if not supports(heads, kv, size):
         raise ValueError(
             f"attention takes heads of {', '.join(map(str, SIZES))} values, and up to "
@@ -406,7 +549,7 @@ def launch(
     )
     scale = np.float32(math.log2(math.e) / math.sqrt(size))
     *weights, epsilon = head_norms or (cos, cos, 0.0)
-    run = kernel(queries, size, head_norms is not None, dtype_name(qkv), dtype_name(out))
+    run = kernel(queries, size, head_norms is not None, *dtypes, shown)
     tables = cos, sin, scale, *weights, np.float32(epsilon)
-    args = (qkv, cache, position, *tables, *scratch, out)
+    args = (qkv, cache, position, *tables, *scratch, *last)
     return Launch(run, (splits, kv, batch), (THREADS,), args, ring_bytes(size), overlap=True)

@@ -15,7 +15,6 @@ from numba import cuda, float32, int32, int64
 
 from steps.instructions import load_f32x2, load_f32x4
 from steps.instructions.approximate import exp2, reciprocal
-from steps.kernels.between.eight import OF_DTYPE
 from steps.kernels.between.values import put, put_zeros
 
 THREADS: Final = 128  # of the thread block
@@ -24,17 +23,16 @@ AT_ONCE: Final = 8
 
 
 @cache
-def sum_of_splits(queries: int, size: int, of_out: str) -> Any:
-    """add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, t): for all
+def sum_of_splits(queries: int, size: int, store_four: Any) -> Any:
+    """add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, tag, t): for all
     threads of a block, behind a fence: out from flat `offset` on, of the first `blocks` of the
     `splits` partial sums of a kv head, number head_id of all sequences. tops, totals: shared
-    float32 [queries * MOST_SPLITS] to work in."""
-    store_four = OF_DTYPE[of_out].store_four
+    float32 [queries * MOST_SPLITS] to work in. store_four: of (out, at, x0, x1, x2, x3, tag)."""
     n_head, n_loads = queries * size, 4 * AT_ONCE
     query_shift = (size // 4).bit_length() - 1  # thread i has a part of query i >> query_shift
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, t):
+    def add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, tag, t):
         x = cuda.local.array(n_loads, float32)
         i, first = t, int64(head_id) * splits
         while i < blocks * queries:
@@ -67,7 +65,7 @@ def sum_of_splits(queries: int, size: int, of_out: str) -> Any:
                     y3 += share * x[4 * j + 3]
                 at, n = at + AT_ONCE * n_head, int32(n + AT_ONCE)
             by = reciprocal(whole)
-            store_four(out, offset + 4 * i, y0 * by, y1 * by, y2 * by, y3 * by)
+            store_four(out, offset + 4 * i, y0 * by, y1 * by, y2 * by, y3 * by, tag)
             i = int32(i + THREADS)
 
     return add_up

@@ -9,5 +9,6 @@ many.py         many tokens: one persistent wgmma launch over the tiles of all e
 sorted_rows.py  A in the order of experts, rounded where it must be
 scatter.py      the end of its tiles: to rows of C anywhere
 gates.py        silu(gate) * up, and the clamped gate of gpt-oss, at the end of a product
+layer.py        a decoder's layer at one token, from attention to the next queries, in one launch
 weighted.py     else the weighted sum over a token's experts
 """
