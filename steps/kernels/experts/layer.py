@@ -100,6 +100,8 @@ FOUR: Final = 4
 SUMS: Final = 160
 """Bytes from the sums of a unit, 32 float32, to the next: the four lanes of an output in four
 banks."""
+H200_AHEAD: Final = 2
+"""See `LayerShape`: what is polled waits behind all weights that its SM has asked for."""
 H200_PREFETCH: Final = True
 """Whether weights of queries, keys and values go to the L2 while attention runs."""
 A_ROW: Final = ROW_BYTES + PAD
@@ -117,7 +119,8 @@ class LayerShape:
     experts, chosen: how many there are, and how many a token has; normed: whether their shares add
              up to 1.
     features: of q, k and v.
-    blocks, warps: thread blocks, and warps of each.
+    blocks, warps: thread blocks, and warps of each. ahead: units of an expert's weights that a warp
+             has asked for at a time.
     """
 
     out: str
@@ -133,6 +136,7 @@ class LayerShape:
     features: int
     blocks: int
     warps: int = WARPS
+    ahead: int = H200_AHEAD
 
     @property
     def row_tiles(self) -> int:
@@ -220,7 +224,7 @@ def kernel(shape: LayerShape) -> Any:
     width, heads, inner, experts, chosen = (
         shape.width, shape.heads, shape.inner, shape.experts, shape.chosen,
     )  # fmt: skip
-    blocks, warps, normed = shape.blocks, shape.warps, shape.normed
+    blocks, warps, normed, ahead = shape.blocks, shape.warps, shape.normed, shape.ahead
     threads, row_tiles = WARP * warps, shape.row_tiles
     n_out, n_gates, n_down, _ = shape.units
     second, a_at, x_at, sums_at, bars_at, _ = shape.places
@@ -327,6 +331,47 @@ def kernel(shape: LayerShape) -> Any:
                 store_u32x2(smem, to, low, high)
 
     @cuda.jit(device=True, forceinline=True)
+    def row_of_gates(ids, item, output):
+        """The row of an output's gate among those of all experts."""
+        slot = int32(uint32(item) // uint32(pairs))
+        row = int32(PAIR * TILE_ROWS * (item - slot * pairs) + (output & 15))
+        return int32(row + ids[slot] * expert_rows)
+
+    @cuda.jit(device=True, forceinline=True)
+    def shares_of_warp(units, warp):
+        """How many of so many units are a warp's own."""
+        rest = int32(max(int32(units - warp), int32(0)) + (warps - 1))
+        return int32(uint32(rest) // uint32(warps))
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue(smem, w_gates, w_down, ids, item, step, own_gates, warp, lane, block):
+        """A warp issues copies of unit number `step` of its own gates with ups, and then downs."""
+        if step < own_gates:
+            u = int32(warp + step * warps)
+            i = int32(uint32(u) // uint32(k_tiles))
+            k = int32(u - i * k_tiles)
+            slot = int32(uint32(item + i) // uint32(pairs))
+            pair = int32(item + i - slot * pairs)
+            if lane == 0:
+                tile = int64(ids[slot]) * (expert_rows // TILE_ROWS * k_tiles)
+                tile += tile_index(int32(PAIR * pair), k, k_tiles)
+                to, bar = int32(second + u * (PAIR * gate_bytes)), int32(bars_of_gates + 8 * u)
+                copy_two(smem, to, bar, w_gates, tile, tile + 1, gate_bytes)
+        else:
+            u = int32(warp + (step - own_gates) * warps)
+            r = int32(uint32(u) // uint32(of_slots * inner_tiles))
+            j = int32(u - r * (of_slots * inner_tiles))
+            k = int32(uint32(j) % uint32(inner_tiles))
+            slot = int32(PAIR * (uint32(j) // uint32(inner_tiles)))
+            if lane == 0 and u < n_down:
+                tile = tile_index(int32(block * row_tiles + r), k, inner_tiles)
+                of_expert = down_rows // TILE_ROWS * inner_tiles
+                first = int64(ids[slot]) * of_expert + tile
+                other = int64(ids[slot + 1]) * of_expert + tile
+                to, bar = int32(u * (PAIR * down_bytes)), int32(bars_of_downs + 8 * u)
+                copy_two(smem, to, bar, w_down, first, other, down_bytes)
+
+    @cuda.jit(device=True, forceinline=True)
     def gates_of(u, lane):
         """The word of the eight gates that a lane has of the A of a unit of downs."""
         j = int32(uint32(u) % uint32(of_slots * inner_tiles))
@@ -347,9 +392,11 @@ def kernel(shape: LayerShape) -> Any:
             cuda.shared.array(warps, float32), cuda.shared.array(of_warps, float32),
         )  # fmt: skip
         values, best = cuda.shared.array(experts, float32), cuda.shared.array(chosen, float32)
+        shares = cuda.shared.array(chosen, float32)
         keys, ids = cuda.shared.array(places, int32, alignment=16), cuda.shared.array(chosen, int32)
         acc, v = cuda.local.array(N_ACC, float32), cuda.local.array(n_values, float32)
         norm, router_of = cuda.local.array(n_values, float32), cuda.local.array(n_rows, float32)
+        next_norm = cuda.local.array(n_values, float32)
         products, factors = cuda.local.array(each, float32), cuda.local.array(n_factors, float32)
         own, own_scale = cuda.local.array(lots, float32), cuda.local.array(lots, float32)
         scales = cuda.local.array(lots_qkv, float32)
@@ -386,9 +433,10 @@ def kernel(shape: LayerShape) -> Any:
         for c in range(chunks):
             k = int32(FOUR * (t + c * threads))
             for i in range(FOUR * c, FOUR * (c + 1)):
-                norm[i] = 0
+                norm[i], next_norm[i] = 0, 0
             if k < width:
                 put(norm, FOUR * c, load_f32x4(weight, k))
+                put(next_norm, FOUR * c, load_f32x4(after, k))
         for o in range(each):
             e = int32(block + o * blocks)
             for c in range(chunks):
@@ -402,6 +450,11 @@ def kernel(shape: LayerShape) -> Any:
             own_scale[i] = 0
             if row < row_tiles * TILE_ROWS:
                 own_scale[i] = load_f32(s_out, first_row + row) * float32(out_scale)
+        for i in range(lots_qkv):
+            row = int32(output + i * (threads // FOUR))
+            scales[i] = 0
+            if row < rows_qkv * TILE_ROWS:
+                scales[i] = load_f32(s_qkv, first_qkv * TILE_ROWS + row)
 
         # --- o: its part of a for each warp, and the residual, the block's own rows of it
         tag = tag_of(words, index, count)
@@ -502,38 +555,27 @@ def kernel(shape: LayerShape) -> Any:
             e = int32(e + threads // FOUR)
         cuda.syncthreads()
 
-        # --- all weights of experts
+        # --- the share of gates; scales of rows before weights, behind which they would wait
         all_items = chosen * pairs
         item = int32(uint32(all_items * block) // uint32(blocks))
         items = int32(int32(uint32(all_items * (block + 1)) // uint32(blocks)) - item)
-        u = warp
-        while u < items * k_tiles:
-            i = int32(uint32(u) // uint32(k_tiles))
-            k = int32(u - i * k_tiles)
-            slot = int32(uint32(item + i) // uint32(pairs))
-            pair = int32(item + i - slot * pairs)
-            if lane == 0:
-                tile = int64(ids[slot]) * (expert_rows // TILE_ROWS * k_tiles)
-                tile += tile_index(int32(PAIR * pair), k, k_tiles)
-                to, bar = int32(second + u * (PAIR * gate_bytes)), int32(bars_of_gates + 8 * u)
-                copy_two(smem, to, bar, w_gates, tile, tile + 1, gate_bytes)
-            u = int32(u + warps)
-        u, i = warp, int32(0)
-        while u < n_down:
-            r = int32(uint32(u) // uint32(of_slots * inner_tiles))
-            j = int32(u - r * (of_slots * inner_tiles))
-            k = int32(uint32(j) % uint32(inner_tiles))
-            slot = int32(PAIR * (uint32(j) // uint32(inner_tiles)))
-            tile = tile_index(int32(block * row_tiles + r), k, inner_tiles)
-            if lane == 0:
-                of_expert = down_rows // TILE_ROWS * inner_tiles
-                first = int64(ids[slot]) * of_expert + tile
-                other = int64(ids[slot + 1]) * of_expert + tile
-                to, bar = int32(u * (PAIR * down_bytes)), int32(bars_of_downs + 8 * u)
-                copy_two(smem, to, bar, w_down, first, other, down_bytes)
-            u = int32(u + warps)
+        for i in range(lots):
+            row = int32(output + i * (threads // FOUR))
+            row = int32(first_row + min(row, int32(row_tiles * TILE_ROWS - 1)))
+            for p in range(PAIR * pair_lots):
+                slot = int32(PAIR * (quarter + FOUR * (p // PAIR)) + p % PAIR)
+                at = int32(ids[min(slot, int32(chosen - 1))] * down_rows + row)
+                factors[i * PAIR * pair_lots + p] = load_f32(s_down, at)
+        gate_factor, up_factor, i = float32(0), float32(0), int32(t >> 6)
+        if i < items:
+            row = row_of_gates(ids, item + i, output)
+            gate_factor, up_factor = load_f32(s_gates, row), load_f32(s_gates, row + TILE_ROWS)
+        own_gates = shares_of_warp(int32(items * k_tiles), warp)
+        own_downs = shares_of_warp(int32(n_down), warp)
+        for i in range(ahead):
+            issue(smem, w_gates, w_down, ids, item, int32(i), own_gates, warp, lane, block)
 
-        # --- shares; scales of rows, which would be waited for at the end of sums
+        # --- shares
         own_share, whole = float32(0), float32(0)
         if lane < chosen:
             own_share = exp2((best[lane] - best[0]) * float32(LOG2_E))
@@ -546,31 +588,20 @@ def kernel(shape: LayerShape) -> Any:
                 e = int32(e + WARP)
         for r in range(5):
             whole += shfl_xor(whole, 1 << r)
-        own_share = own_share * reciprocal(whole) * float32(down_scale)
-        for i in range(lots):
-            row = int32(output + i * (threads // FOUR))
-            row = int32(first_row + min(row, int32(row_tiles * TILE_ROWS - 1)))
-            for p in range(PAIR * pair_lots):
-                slot = int32(PAIR * (quarter + FOUR * (p // PAIR)) + p % PAIR)
-                share = shfl(own_share, slot & (WARP - 1))
-                at = int32(ids[min(slot, int32(chosen - 1))] * down_rows + row)
-                factors[i * PAIR * pair_lots + p] = load_f32(s_down, at) * share
-        gate_factor, up_factor, i = float32(0), float32(0), int32(t >> 6)
-        if i < items:
-            slot = int32(uint32(item + i) // uint32(pairs))
-            row = int32(PAIR * TILE_ROWS * (item + i - slot * pairs) + (output & 15))
-            row = int32(row + ids[slot] * expert_rows)
-            gate_factor = load_f32(s_gates, row) * float32(gate_scale)
-            up_factor = load_f32(s_gates, row + TILE_ROWS) * float32(gate_scale)
+        if warp == 0 and lane < chosen:
+            shares[lane] = own_share * reciprocal(whole) * float32(down_scale)
 
         # --- gates and ups
         gate_offsets, u = places_gates(lane, int32(PAIR), int32(0)), warp
+        behind = int32(ahead)
         while u < items * k_tiles:
             clear(acc)
             k = int32(uint32(u) % uint32(k_tiles))
             at = int32(x_at + ROW_BYTES * k + (PAD if k >= half_tiles else 0))
             to = int32(second + u * (PAIR * gate_bytes))
             mbarrier_wait(smem, bars_of_gates + 8 * u, 0)
+            issue(smem, w_gates, w_down, ids, item, behind, own_gates, warp, lane, block)
+            behind = int32(behind + 1)
             multiply_gates(acc, smem, to, at, 0, gate_offsets, int32(PAIR), lane)
             store_both(smem, u, acc, lane)
             u = int32(u + warps)
@@ -578,9 +609,10 @@ def kernel(shape: LayerShape) -> Any:
         i = int32(t >> 6)
         while i < items:
             row = int32(output & 15)
-            gate = sum_of(smem, i * k_tiles, int32(k_tiles), row, quarter) * gate_factor
-            up = sum_of(smem, i * k_tiles, int32(k_tiles), row + TILE_ROWS, quarter) * up_factor
-            made = silu_times(gate, up)
+            gate = sum_of(smem, i * k_tiles, int32(k_tiles), row, quarter)
+            up = sum_of(smem, i * k_tiles, int32(k_tiles), row + TILE_ROWS, quarter)
+            gate, up = gate * (gate_factor * float32(gate_scale)), up * up_factor
+            made = silu_times(gate, up * float32(gate_scale))
             other = shfl_xor(made, FOUR)
             if quarter == 0 and row & 1 == 0:
                 slot = int32(uint32(item + i) // uint32(pairs))
@@ -588,11 +620,9 @@ def kernel(shape: LayerShape) -> Any:
                 show(words, int32(gates_at + at), tag, floats_to_halves(made, other))
             i = int32(i + threads // 64)
             if i < items:
-                slot = int32(uint32(item + i) // uint32(pairs))
-                row = int32(PAIR * TILE_ROWS * (item + i - slot * pairs) + (output & 15))
-                row = int32(row + ids[slot] * expert_rows)
-                gate_factor = load_f32(s_gates, row) * float32(gate_scale)
-                up_factor = load_f32(s_gates, row + TILE_ROWS) * float32(gate_scale)
+                row = row_of_gates(ids, item + i, output)
+                gate_factor = load_f32(s_gates, row)
+                up_factor = load_f32(s_gates, row + TILE_ROWS)
 
         # Launches before this one have ended long since, but this has to be known before it ends.
         griddepcontrol_wait()
@@ -609,17 +639,16 @@ def kernel(shape: LayerShape) -> Any:
                     to, bar = int32(second + u * (PAIR * qkv_bytes)), int32(bars_of_qkv + 8 * u)
                     copy_two(smem, to, bar, w_qkv, tile, other, qkv_bytes)
                 u = int32(u + warps)
-            for c in range(chunks):
-                k = int32(FOUR * (t + c * threads))
-                if k < width:
-                    put(norm, FOUR * c, load_f32x4(after, k))
-            for i in range(lots_qkv):
-                row = int32(output + i * (threads // FOUR))
-                scales[i] = 0
-                if row < rows_qkv * TILE_ROWS:
-                    scales[i] = load_f32(s_qkv, first_qkv * TILE_ROWS + row) * float32(qkv_scale)
 
         # --- downs: each warp waits for the gates that it multiplies
+        u = warp
+        while behind < own_gates + own_downs:
+            if u < n_down and behind - ahead >= own_gates:
+                mbarrier_wait(smem, bars_of_downs + 8 * u, 0)
+                u = int32(u + warps)
+            issue(smem, w_gates, w_down, ids, item, behind, own_gates, warp, lane, block)
+            behind = int32(behind + 1)
+        landed = u  # units before it have been waited for
         down_offsets, u = places_down(lane, int32(PAIR), int32(A_ROW)), warp
         while u < n_down:
             other = int32(u + warps if u + warps < n_down else u)
@@ -632,7 +661,8 @@ def kernel(shape: LayerShape) -> Any:
         u = warp
         while u < n_down:
             clear(acc)
-            mbarrier_wait(smem, bars_of_downs + 8 * u, 0)
+            if u >= landed:
+                mbarrier_wait(smem, bars_of_downs + 8 * u, 0)
             to, at = int32(u * (PAIR * down_bytes)), int32(a_at + OF_UNIT * u)
             multiply_down(acc, smem, to, at, 0, down_offsets, int32(PAIR), lane)
             store_both(smem, u + n_gates, acc, lane)  # sums of gates and ups may still be read
@@ -649,7 +679,8 @@ def kernel(shape: LayerShape) -> Any:
                         for k in range(inner_tiles):
                             at = SUMS * (first + k) + 4 * ((row & 15) + TILE_ROWS * (p % PAIR))
                             of_pair += load_f32(smem, sums_at + at)
-                        total += of_pair * factors[i * PAIR * pair_lots + p]
+                        factor = factors[i * PAIR * pair_lots + p]
+                        total += of_pair * (factor * shares[PAIR * j + p % PAIR])
                 total += shfl_xor(total, 1)
                 own[i] += total + shfl_xor(total, 2)
                 if quarter == 0 and index < count - 1:
@@ -673,7 +704,7 @@ def kernel(shape: LayerShape) -> Any:
         for i in range(warps):
             total += squares_of[i]
         by = rsqrt(total * float32(mean_of) + epsilon)
-        put_x(smem, v, norm, by, t)
+        put_x(smem, v, next_norm, by, t)
         cuda.syncthreads()
         qkv_offsets, u = places_qkv(lane, int32(PAIR), int32(x_pitch)), warp
         while u < rows_qkv * half_tiles:
@@ -691,7 +722,7 @@ def kernel(shape: LayerShape) -> Any:
             if row < rows_qkv * TILE_ROWS:
                 of_row = int32((row >> 4) * half_tiles)
                 total = sum_of(smem, of_row, int32(half_tiles), row & 15, quarter)
-                total *= scales[i]
+                total *= scales[i] * float32(qkv_scale)
                 other = shfl_xor(total, FOUR)
                 if quarter == 0 and row & 1 == 0:
                     at = int32(qkv_at + first_qkv * TILE_ROWS + row)
@@ -735,4 +766,6 @@ def launch(
     numbers = np.float32(epsilon), np.int32(index), np.int32(count), np.int32(patience)
     args = (*weights, h, weight, after, router, words, *numbers)
     block = (WARP * shape.warps,)
-    return Launch(kernel(shape), (shape.blocks,), block, args, shape.shared, overlap=True)
+    return Launch(
+        kernel(shape), (shape.blocks,), block, args, shape.shared, overlap=True, together=True
+    )
