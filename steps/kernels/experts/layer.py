@@ -83,6 +83,7 @@ from steps.kernels.parts.activations.gated import silu_times
 from steps.kernels.parts.exchange import (
     HEAD,
     PATIENCE,
+    first_shown,
     next_token,
     show,
     shown_eight,
@@ -137,6 +138,8 @@ class LayerShape:
     blocks: int
     warps: int = WARPS
     ahead: int = H200_AHEAD
+    waits: bool = False
+    gentle: bool = False
 
     @property
     def row_tiles(self) -> int:
@@ -225,6 +228,7 @@ def kernel(shape: LayerShape) -> Any:
         shape.width, shape.heads, shape.inner, shape.experts, shape.chosen,
     )  # fmt: skip
     blocks, warps, normed, ahead = shape.blocks, shape.warps, shape.normed, shape.ahead
+    waits, gentle = shape.waits, shape.gentle
     threads, row_tiles = WARP * warps, shape.row_tiles
     n_out, n_gates, n_down, _ = shape.units
     second, a_at, x_at, sums_at, bars_at, _ = shape.places
@@ -310,6 +314,9 @@ def kernel(shape: LayerShape) -> Any:
             k = int32(FOUR * (t + c * threads))
             for i in range(FOUR):
                 v[FOUR * c + i] = 0
+            if gentle:
+                first = min(int32(k & -128), int32(width - 2))
+                first_shown(words, int32(at + 2 * first), tag, patience, int32(t & 31))
             if k < width:
                 x0, x1, x2, x3 = shown_four(words, int32(at + 2 * k), tag, patience)
                 put(v, FOUR * c, (as_float(x0), as_float(x1), as_float(x2), as_float(x3)))
@@ -458,7 +465,7 @@ def kernel(shape: LayerShape) -> Any:
 
         # --- o: its part of a for each warp, and the residual, the block's own rows of it
         tag = tag_of(words, index, count)
-        if index == 0:
+        if index == 0 or waits:
             griddepcontrol_wait()
         for i in range(lots):
             row = int32(output + i * (threads // FOUR))
@@ -652,6 +659,8 @@ def kernel(shape: LayerShape) -> Any:
         down_offsets, u = places_down(lane, int32(PAIR), int32(A_ROW)), warp
         while u < n_down:
             other = int32(u + warps if u + warps < n_down else u)
+            if gentle:
+                first_shown(words, gates_of(u, lane), tag, patience, lane)
             x = shown_eight(words, gates_of(u, lane), gates_of(other, lane), tag, patience)
             to = int32(a_at + A_ROW * (lane >> 4) + 16 * (lane & 15))
             store_u32x4(smem, to + OF_UNIT * u, x[0], x[1], x[2], x[3])

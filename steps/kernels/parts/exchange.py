@@ -131,3 +131,12 @@ def shown_twelve(words, at, other, third, tag, patience):
     if polls == patience:
         return nothing() + nothing() + nothing()
     return four_of(a, b) + four_of(c, d) + four_of(e, f)
+
+
+@cuda.jit(device=True, forceinline=True)
+def first_shown(words, at, tag, patience, lane):
+    """A warp waits until two values from word `at` on have come, polled by one lane: those of all
+    would fill the way to the L2."""
+    if lane == 0:
+        shown_two(words, at, tag, patience)
+    cuda.syncwarp()
