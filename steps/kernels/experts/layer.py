@@ -101,7 +101,7 @@ FOUR: Final = 4
 SUMS: Final = 160
 """Bytes from the sums of a unit, 32 float32, to the next: the four lanes of an output in four
 banks."""
-H200_AHEAD: Final = 2
+H200_AHEAD: Final = 1
 """See `LayerShape`: what is polled waits behind all weights that its SM has asked for."""
 H200_PREFETCH: Final = True
 """Whether weights of queries, keys and values go to the L2 while attention runs."""
@@ -139,7 +139,7 @@ class LayerShape:
     warps: int = WARPS
     ahead: int = H200_AHEAD
     waits: bool = False
-    gentle: bool = False
+    gentle: bool = True
 
     @property
     def row_tiles(self) -> int:
@@ -212,7 +212,7 @@ def why_not(shape: LayerShape) -> str | None:
         return f"a token has {shape.chosen} experts of {shape.experts}: {WARP} at most"
     if shape.chosen * (shape.inner // TILE_ROWS) < shape.blocks:
         return f"{shape.blocks} thread blocks have fewer gates than one row tile each"
-    room = shared_memory() - 4 * (2 * shape.experts + 4 * shape.warps + 2 * WARP) - 1024
+    room = shared_memory() - 4 * (8 * shape.experts + 4 * shape.warps + 3 * WARP) - 1024
     if shape.shared > room:
         return f"a layer takes {shape.shared} bytes of shared memory, and there are {room}"
     return None
@@ -247,7 +247,11 @@ def kernel(shape: LayerShape) -> Any:
     lots_qkv = max(1, ceil_div(FOUR * TILE_ROWS * most_qkv, threads))
     pair_lots = ceil_div(of_slots, FOUR)  # pairs of slots that a lane adds up
     n_factors = PAIR * pair_lots * lots
-    places = ceil_div(experts, 4 * FOUR) * (4 * FOUR)
+    # warps share out experts, 32 each, and then those that they are compared with
+    groups = min(ceil_div(experts, WARP), warps)
+    parts = warps // groups
+    places = ceil_div(experts, FOUR * parts) * (FOUR * parts)
+    n_ranks = parts * places
     attended_at, h_at, logits_at, gates_at, after_at, qkv_at = shape.shown
     qkv_tiles = shape.features // TILE_ROWS
     of_warps = each * warps
@@ -399,7 +403,7 @@ def kernel(shape: LayerShape) -> Any:
             cuda.shared.array(warps, float32), cuda.shared.array(of_warps, float32),
         )  # fmt: skip
         values, best = cuda.shared.array(experts, float32), cuda.shared.array(chosen, float32)
-        shares = cuda.shared.array(chosen, float32)
+        shares, ranks = cuda.shared.array(chosen, float32), cuda.shared.array(n_ranks, int32)
         keys, ids = cuda.shared.array(places, int32, alignment=16), cuda.shared.array(chosen, int32)
         acc, v = cuda.local.array(N_ACC, float32), cuda.local.array(n_values, float32)
         norm, router_of = cuda.local.array(n_values, float32), cuda.local.array(n_rows, float32)
@@ -465,7 +469,7 @@ def kernel(shape: LayerShape) -> Any:
 
         # --- o: its part of a for each warp, and the residual, the block's own rows of it
         tag = tag_of(words, index, count)
-        if index == 0 or waits:
+        if index == 0:
             griddepcontrol_wait()
         for i in range(lots):
             row = int32(output + i * (threads // FOUR))
@@ -477,10 +481,14 @@ def kernel(shape: LayerShape) -> Any:
                 else:
                     even, odd = shown_two(words, after_at + 2 * (n & -2), tag - 1, patience)
                     own[i] = as_float(odd if n & 1 else even)
+        if waits:
+            griddepcontrol_wait()
         u = warp
         while u < n_out:
             j = int32(uint32(u) % uint32(half_heads))
             k = int32(TILE_K * (j + half_heads * (lane >> 4)) + 8 * (lane & 15))
+            if gentle:
+                first_shown(words, attended_at + k, tag, patience, lane)
             x0, x1, x2, x3 = shown_four(words, attended_at + k, tag, patience)
             to = int32(a_at + OF_UNIT * u + A_ROW * (lane >> 4) + 16 * (lane & 15))
             store_u32x4(smem, to, x0, x1, x2, x3)
@@ -545,27 +553,48 @@ def kernel(shape: LayerShape) -> Any:
             keys[e] = LOWEST
             e = int32(e + threads)
         cuda.syncthreads()
-        e = output
-        while e < experts:
-            key, rank = int32(keys[e]), int32(0)
-            for i in range(0, places // 4, FOUR):
-                j = int32(quarter * (places // 4) + i)
+        part = int32(uint32(warp) // uint32(groups))
+        group = int32(warp - part * groups)
+        e = int32(WARP * group + lane)
+        while e < experts and part < parts:
+            key, rank, i = int32(keys[e]), int32(0), int32(0)
+            before = int32(e - lane)  # experts below it come before all of the warp's, if equal
+            while i < places // parts:
+                j = int32(part * (places // parts) + i)
                 k0, k1, k2, k3 = load_u32x4(keys, j)
-                rank = int32(rank + (1 if int32(k0) > key - (1 if j < e else 0) else 0))
-                rank = int32(rank + (1 if int32(k1) > key - (1 if j + 1 < e else 0) else 0))
-                rank = int32(rank + (1 if int32(k2) > key - (1 if j + 2 < e else 0) else 0))
-                rank = int32(rank + (1 if int32(k3) > key - (1 if j + 3 < e else 0) else 0))
-            rank = int32(rank + shfl_xor(rank, 1))
-            rank = int32(rank + shfl_xor(rank, 2))
-            if rank < chosen and quarter == 0:
+                if before <= j < before + WARP:
+                    rank = int32(rank + (1 if int32(k0) > key - (1 if j < e else 0) else 0))
+                    rank = int32(rank + (1 if int32(k1) > key - (1 if j + 1 < e else 0) else 0))
+                    rank = int32(rank + (1 if int32(k2) > key - (1 if j + 2 < e else 0) else 0))
+                    rank = int32(rank + (1 if int32(k3) > key - (1 if j + 3 < e else 0) else 0))
+                else:
+                    least = int32(key - (1 if j < before else 0))
+                    rank = int32(rank + (1 if int32(k0) > least else 0))
+                    rank = int32(rank + (1 if int32(k1) > least else 0))
+                    rank = int32(rank + (1 if int32(k2) > least else 0))
+                    rank = int32(rank + (1 if int32(k3) > least else 0))
+                i = int32(i + FOUR)
+            ranks[part * places + e] = rank
+            e = int32(e + WARP * groups)
+        cuda.syncthreads()
+        e = t
+        while e < experts:
+            rank = int32(0)
+            for i in range(parts):
+                rank = int32(rank + ranks[i * places + e])
+            if rank < chosen:
                 best[rank], ids[rank] = values[e], e
-            e = int32(e + threads // FOUR)
+            e = int32(e + threads)
         cuda.syncthreads()
 
-        # --- the share of gates; scales of rows before weights, behind which they would wait
+        # --- this block's share of gates: the first weights, then scales of rows
         all_items = chosen * pairs
         item = int32(uint32(all_items * block) // uint32(blocks))
         items = int32(int32(uint32(all_items * (block + 1)) // uint32(blocks)) - item)
+        own_gates = shares_of_warp(int32(items * k_tiles), warp)
+        own_downs = shares_of_warp(int32(n_down), warp)
+        for i in range(ahead):
+            issue(smem, w_gates, w_down, ids, item, int32(i), own_gates, warp, lane, block)
         for i in range(lots):
             row = int32(output + i * (threads // FOUR))
             row = int32(first_row + min(row, int32(row_tiles * TILE_ROWS - 1)))
@@ -577,10 +606,6 @@ def kernel(shape: LayerShape) -> Any:
         if i < items:
             row = row_of_gates(ids, item + i, output)
             gate_factor, up_factor = load_f32(s_gates, row), load_f32(s_gates, row + TILE_ROWS)
-        own_gates = shares_of_warp(int32(items * k_tiles), warp)
-        own_downs = shares_of_warp(int32(n_down), warp)
-        for i in range(ahead):
-            issue(smem, w_gates, w_down, ids, item, int32(i), own_gates, warp, lane, block)
 
         # --- shares
         own_share, whole = float32(0), float32(0)
