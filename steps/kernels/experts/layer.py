@@ -3,33 +3,35 @@
     h += o(a) | x = norm(h), router | choose S of E | gates, ups | h += downs | q, k, v of norm(h)
 
 What is new
-    A thread block a row tile of the residual, each on an SM of its own, and all of them at once:
-    they show each other what they have. A value goes to the L2 in one store of 64 bits with the
-    number of the launch beside it, as in `steps.kernels.decode.low_rank`, so it is its own flag:
-    no fence, no counter, nothing to reset. Who needs it polls.
+    Row tiles of the residual are shared out, a thread block an SM, and all of them run at once:
+    they show each other what they have, each value with its flag beside it
+    (`steps.kernels.parts.exchange`). Attention, a launch of its own, is in it too: it polls for
+    queries, keys and values beside the layer that makes them, and the layer behind it has asked for
+    its first weights when attention shows its output.
 
         weights of o | a: o, h | all h: norm, router | all logits: choose | all gates: downs | ...
-                       shown     shown                 shown                shown
+                       shown     shown                                      shown
 
     Every block adds up the squares of all of h and has a share of the router's rows, so norm and
     router are one exchange. Every block chooses by itself: ids and shares go nowhere.
-    There is no ring. What a block reads of a layer is known at the beginning or when its experts
-    are, and has a place of its own in shared memory, so it is asked for at once: weights of o
-    before the launch before has ended, gates with ups and downs with the choice, those of the next
-    layer's queries, keys and values where gates and ups were. A *unit* is two packed tiles, and
-    the A of each: the first and the second half of K of a row tile, a gate and its up, or two
-    experts. Each of an mma's two row tiles needs one of its first two columns (`summed`).
+    There is no ring. Each packed tile that a block reads has a place of its own in shared memory. A
+    *unit* is two of them and the A of each: the first and the second half of K of a row tile, a gate
+    and its up, or two experts. Each of an mma's two row tiles needs one of its first two columns
+    (`summed`). Weights of o come before attention has ended, those of experts when they are chosen,
+    and those of queries, keys and values, which are in the L2 by then, where gates and ups were.
 Why it should help
     A layer was norm, q with k and v, attention, o, router, gates with ups, downs: seven launches,
-    33.7 us on an H200, where weights take 8. What a launch hands over takes 2 us: 0.8 until it
-    begins, 0.6 for A, 0.6 for the sums. An exchange takes 1.1 ("chain without weights", dense
-    layers). Here are left attention and this launch: expect 2 us for o, 1 for the norm, 1 for the
-    router and the choice, 7.6 for weights of experts with one exchange and those of q, k and v with
-    another; with 4 of attention 15.7 us a layer.
+    28.7 us on an H200, where weights take 8. What a launch hands over takes 2 us: 0.8 until it
+    begins, 0.6 for A, 0.6 for sums. An exchange takes 1.1. Expect 4 us for attention, 2 for o, 1 for
+    the norm, 1 for the router and the choice, 7.6 for weights of experts with one exchange and those
+    of q, k and v with another: 15.7 us a layer.
 What it costs
-    All of that must fit into shared memory (`plan`): formats of 5 bits do, of 8 do not. And all
-    blocks must be on the GPU at once: a block that waits in vain, as others of the GPU's users have
-    its SMs, gives up after `PATIENCE` polls, some seconds, and the residual is NaN.
+    All of that must fit into shared memory (`why_not`): formats of 5 bits do, of 8 do not. And all
+    blocks must be on the GPU at once: one that waits in vain gives up after some seconds, and the
+    residual is NaN.
+    Polls are not for nothing. Where all threads poll, what they ask for fills the way to the L2, and
+    attention and the streams of weights of others wait behind it: one lane of a warp polls first.
+    So do weights: what is polled waits behind all that the SM has asked for.
 Machine code
     UBLKCP and HMMA, LDG.E.STRONG.GPU for polls; no atomics, no fence.
 Prerequisites
@@ -102,9 +104,8 @@ SUMS: Final = 160
 """Bytes from the sums of a unit, 32 float32, to the next: the four lanes of an output in four
 banks."""
 H200_AHEAD: Final = 1
-"""See `LayerShape`: what is polled waits behind all weights that its SM has asked for."""
-H200_PREFETCH: Final = True
-"""Whether weights of queries, keys and values go to the L2 while attention runs."""
+"""Units of an expert's weights that a warp has asked for at a time: what is polled waits behind all
+that its SM has asked for."""
 A_ROW: Final = ROW_BYTES + PAD
 OF_UNIT: Final = PAIR * A_ROW
 """Bytes of the A of a unit."""
@@ -120,8 +121,7 @@ class LayerShape:
     experts, chosen: how many there are, and how many a token has; normed: whether their shares add
              up to 1.
     features: of q, k and v.
-    blocks, warps: thread blocks, and warps of each. ahead: units of an expert's weights that a warp
-             has asked for at a time.
+    blocks, warps: thread blocks, and warps of each.
     """
 
     out: str
@@ -137,9 +137,6 @@ class LayerShape:
     features: int
     blocks: int
     warps: int = WARPS
-    ahead: int = H200_AHEAD
-    waits: bool = False
-    gentle: bool = True
 
     @property
     def row_tiles(self) -> int:
@@ -227,8 +224,7 @@ def kernel(shape: LayerShape) -> Any:
     width, heads, inner, experts, chosen = (
         shape.width, shape.heads, shape.inner, shape.experts, shape.chosen,
     )  # fmt: skip
-    blocks, warps, normed, ahead = shape.blocks, shape.warps, shape.normed, shape.ahead
-    waits, gentle = shape.waits, shape.gentle
+    blocks, warps, normed, ahead = shape.blocks, shape.warps, shape.normed, H200_AHEAD
     threads, row_tiles = WARP * warps, shape.row_tiles
     n_out, n_gates, n_down, _ = shape.units
     second, a_at, x_at, sums_at, bars_at, _ = shape.places
@@ -318,9 +314,8 @@ def kernel(shape: LayerShape) -> Any:
             k = int32(FOUR * (t + c * threads))
             for i in range(FOUR):
                 v[FOUR * c + i] = 0
-            if gentle:
-                first = min(int32(k & -128), int32(width - 2))
-                first_shown(words, int32(at + 2 * first), tag, patience, int32(t & 31))
+            first = min(int32(k & -128), int32(width - 2))
+            first_shown(words, int32(at + 2 * first), tag, patience, int32(t & 31))
             if k < width:
                 x0, x1, x2, x3 = shown_four(words, int32(at + 2 * k), tag, patience)
                 put(v, FOUR * c, (as_float(x0), as_float(x1), as_float(x2), as_float(x3)))
@@ -436,7 +431,7 @@ def kernel(shape: LayerShape) -> Any:
         first_qkv = int32(uint32(qkv_tiles * block) // uint32(blocks))
         rows_qkv = int32(int32(uint32(qkv_tiles * (block + 1)) // uint32(blocks)) - first_qkv)
         i = t
-        while H200_PREFETCH and index < count - 1 and i < rows_qkv * k_tiles:
+        while index < count - 1 and i < rows_qkv * k_tiles:
             r = int32(uint32(i) // uint32(k_tiles))
             tile = tile_index(int32(first_qkv + r), int32(i - r * k_tiles), k_tiles)
             prefetch_l2(w_qkv, int64(tile) * qkv_bytes, qkv_bytes)
@@ -481,14 +476,11 @@ def kernel(shape: LayerShape) -> Any:
                 else:
                     even, odd = shown_two(words, after_at + 2 * (n & -2), tag - 1, patience)
                     own[i] = as_float(odd if n & 1 else even)
-        if waits:
-            griddepcontrol_wait()
         u = warp
         while u < n_out:
             j = int32(uint32(u) % uint32(half_heads))
             k = int32(TILE_K * (j + half_heads * (lane >> 4)) + 8 * (lane & 15))
-            if gentle:
-                first_shown(words, attended_at + k, tag, patience, lane)
+            first_shown(words, attended_at + k, tag, patience, lane)
             x0, x1, x2, x3 = shown_four(words, attended_at + k, tag, patience)
             to = int32(a_at + OF_UNIT * u + A_ROW * (lane >> 4) + 16 * (lane & 15))
             store_u32x4(smem, to, x0, x1, x2, x3)
@@ -684,8 +676,7 @@ def kernel(shape: LayerShape) -> Any:
         down_offsets, u = places_down(lane, int32(PAIR), int32(A_ROW)), warp
         while u < n_down:
             other = int32(u + warps if u + warps < n_down else u)
-            if gentle:
-                first_shown(words, gates_of(u, lane), tag, patience, lane)
+            first_shown(words, gates_of(u, lane), tag, patience, lane)
             x = shown_eight(words, gates_of(u, lane), gates_of(other, lane), tag, patience)
             to = int32(a_at + A_ROW * (lane >> 4) + 16 * (lane & 15))
             store_u32x4(smem, to + OF_UNIT * u, x[0], x[1], x[2], x[3])

@@ -20,8 +20,6 @@ HEAD: Final = 4
 """Words before the first that is shown."""
 PATIENCE: Final = 1 << 21
 """Polls, of some 0.7 us each, before `NOTHING` is taken for what has not come."""
-PAUSE: Final = 0
-"""Nanoseconds between two polls, at least."""
 NOTHING: Final = 0x7FFFFFFF
 """NaN, as a float32 and as two float16."""
 
@@ -68,8 +66,6 @@ def shown_two(words, at, tag, patience):
     while polls < patience and not are_of(tag, a):
         a = load_u64x2_relaxed(words, at)
         polls = int32(polls + 1)
-        if PAUSE:
-            cuda.nanosleep(uint32(PAUSE))
     if polls == patience:
         return uint32(NOTHING), uint32(NOTHING)
     return uint32(a[0]), uint32(a[1])
@@ -83,8 +79,6 @@ def shown_four(words, at, tag, patience):
     while polls < patience and not (are_of(tag, a) and are_of(tag, b)):
         a, b = load_u64x2_relaxed(words, at), load_u64x2_relaxed(words, at + 4)
         polls = int32(polls + 1)
-        if PAUSE:
-            cuda.nanosleep(uint32(PAUSE))
     return nothing() if polls == patience else four_of(a, b)
 
 
@@ -100,8 +94,6 @@ def shown_eight(words, at, other, tag, patience):
         a, b = load_u64x2_relaxed(words, at), load_u64x2_relaxed(words, at + 4)
         c, d = load_u64x2_relaxed(words, other), load_u64x2_relaxed(words, other + 4)
         polls = int32(polls + 1)
-        if PAUSE:
-            cuda.nanosleep(uint32(PAUSE))
     if polls == patience:
         return nothing() + nothing()
     return four_of(a, b) + four_of(c, d)
@@ -126,8 +118,6 @@ def shown_twelve(words, at, other, third, tag, patience):
         c, d = load_u64x2_relaxed(words, other), load_u64x2_relaxed(words, other + 4)
         e, f = load_u64x2_relaxed(words, third), load_u64x2_relaxed(words, third + 4)
         polls = int32(polls + 1)
-        if PAUSE:
-            cuda.nanosleep(uint32(PAUSE))
     if polls == patience:
         return nothing() + nothing() + nothing()
     return four_of(a, b) + four_of(c, d) + four_of(e, f)
