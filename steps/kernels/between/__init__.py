@@ -26,4 +26,9 @@ stores nothing, and loads only what no launch that may still run writes: weights
 values of earlier tokens. So when a launch has passed its wait, all launches before it have ended,
 as each of them ended only after its own wait. That is why a kernel may read what was written
 several launches ago, and write where an earlier one has read.
+
+Attention that shows its output (`steps.kernels.parts.exchange`), and the layer with experts behind
+it (`steps.kernels.experts.layer`), wait for values, each with a flag that says whether it is there,
+and for the end of the launch before them only before they end. What they overwrite has been read by
+whoever made the values that they have waited for.
 """
