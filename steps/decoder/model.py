@@ -515,9 +515,10 @@ class Decoder:
             elif deferred is not None and m <= MOST_SEQUENCES:
                 norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
                 wanted += norms
-            if self.is_whole(made := self.cache(1, 1), m):
+            whole = self.operations.expert_layers
+            if m == 1 and whole is not None and self.is_whole(made := self.cache(1, 1), m):
                 given = self.layers, self.norm, made, self.config.heads, self.config.epsilon
-                wanted += self.operations.expert_layers.ahead(*given)
+                wanted += whole.ahead(*given)
                 others = {one for layer in self.layers for one in layer.products}
                 others.discard(self.layers[0].qkv)
             for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):

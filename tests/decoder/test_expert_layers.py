@@ -12,7 +12,7 @@ import torch
 
 from steps.compile.compiler import signature_of
 from steps.contract import Launch
-from steps.decoder import expert_layers, files
+from steps.decoder import expert_layers, files, kernel_operations
 from steps.decoder.compare import checks
 from steps.decoder.expert_layers import ExpertLayers
 from steps.decoder.model import Decoder, step_products
@@ -33,7 +33,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator takes as long as there are threads."""
     monkeypatch.setattr(kernel, "shape_of", partial(kernel.shape_of, blocks=2, warps=2))
@@ -55,7 +55,7 @@ def loaded(tmp_path: Any, launched: list[Launch], **changes: Any) -> Decoder:
     return files.load(path, step_products("cpu"), operations=do)
 
 
-def test_a_token_is_as_in_float64(kernels: Any, tmp_path: Any) -> None:
+def test_a_token_is_as_in_float64(kernels: Any, small: None, tmp_path: Any) -> None:
     launched: list[Launch] = []
     model = loaded(tmp_path, launched)
     logits = model.step(torch.tensor([7]), model.cache(1, 4)).double().numpy()
@@ -67,7 +67,7 @@ def test_a_token_is_as_in_float64(kernels: Any, tmp_path: Any) -> None:
     assert 0.3 * expected < checks.relative(logits, right) < checks.SAFETY * expected
 
 
-def test_compiled_ahead_is_what_a_token_launches(kernels: Any, tmp_path: Any) -> None:
+def test_compiled_ahead_is_what_a_token_launches(kernels: Any, small: None, tmp_path: Any) -> None:
     launched: list[Launch] = []
     model = loaded(tmp_path, launched, block_count=3)
     layers, cache = model.layers, model.cache(1, 1)
@@ -80,7 +80,7 @@ def test_compiled_ahead_is_what_a_token_launches(kernels: Any, tmp_path: Any) ->
     assert len(kinds[0]) == 3, "attention of the first layer and of the others, and what is behind"
 
 
-def test_what_is_not_taken(kernels: Any, tmp_path: Any, monkeypatch: Any) -> None:
+def test_what_is_not_taken(kernels: Any, small: None, tmp_path: Any, monkeypatch: Any) -> None:
     """Prompts, two sequences, biases, a cache in float64, and what does not fit."""
     model, cache = loaded(tmp_path, []), torch.zeros((1, 4, 256, 64), dtype=torch.float16)
     takes = partial(expert_layers._takes, model.layers, 4)
@@ -95,3 +95,14 @@ def test_what_is_not_taken(kernels: Any, tmp_path: Any, monkeypatch: Any) -> Non
         assert not takes(cache)
     model.layers[0].mixture.shared = (None, None, None)
     assert not takes(cache)
+
+
+@pytest.mark.gpu
+def test_right_on_a_gpu(tmp_path: Any) -> None:
+    """In a CUDA graph, against torch in float64, with as many thread blocks as row tiles."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture="qwen3moe", **SIZES)
+    ids, do = checks.prompt(files.WORDS), kernel_operations.chosen("kernels")
+    model = files.load(path, step_products(), operations=do)
+    assert model.is_whole(model.cache(1, 4), 1)
+    found = checks.against_torch(path, ids, accuracy="exact", operations=do)
+    assert found["right"], found
