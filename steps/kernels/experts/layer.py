@@ -18,7 +18,7 @@ What is new
     two of them and the A of each: the first and the second half of K of a row tile, a gate and its
     up, or two experts. Each of an mma's two row tiles needs one of its first two columns
     (`summed`). Weights of o come before attention has ended, those of experts when they are chosen,
-    and those of queries, keys and values, which are in the L2 by then, where gates and ups were.
+    and those of queries, keys and values where gates and ups were.
 Why it should help
     A layer was norm, q with k and v, attention, o, router, gates with ups, downs: seven launches,
     28.7 us on an H200, where weights take 8. What a launch hands over takes 2 us: 0.8 until it
@@ -66,7 +66,6 @@ from steps.instructions import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
-    prefetch_l2,
     shfl,
     shfl_xor,
     store_f32,
@@ -429,12 +428,6 @@ def kernel(shape: LayerShape) -> Any:
             u = int32(u + warps)
         first_qkv = int32(uint32(qkv_tiles * block) // uint32(blocks))
         rows_qkv = int32(int32(uint32(qkv_tiles * (block + 1)) // uint32(blocks)) - first_qkv)
-        i = t
-        while index < count - 1 and i < rows_qkv * k_tiles:
-            r = int32(uint32(i) // uint32(k_tiles))
-            tile = tile_index(int32(first_qkv + r), int32(i - r * k_tiles), k_tiles)
-            prefetch_l2(w_qkv, int64(tile) * qkv_bytes, qkv_bytes)
-            i = int32(i + threads)
         for c in range(chunks):
             k = int32(FOUR * (t + c * threads))
             for i in range(FOUR * c, FOUR * (c + 1)):
