@@ -242,7 +242,7 @@ class StepExperts(QuantExperts):
 
         inner, k = self.inner, self.hidden
         together = self.formats["gate"] == self.formats["up"]
-        first = [request("gate", 2 * inner, k, gate="silu")]
+        first = [request("gate", 2 * inner, k, gate="silu", leads=True)]
         if not together:
             first = [request(part, inner, k) for part in ("gate", "up")]
         rest: dict[str, Any] = {"per_slot": True, "router": "float32", "follows": together}
