@@ -51,7 +51,7 @@ from steps.kernels.parts.activations.sources import SOURCES
 
 H200_FIRST_ROWS: Final = 1152
 """Of the pass: with tiles of 256 features and 128 tokens those of the first tile of each of 132
-blocks, where N is 4096."""
+blocks, where N is 4096. Of up to twice as many it rounds all: the others gain nothing there."""
 
 TICKETS, LEFT, ROUNDED_ROWS = range(3)
 """The counters, of which the last are many."""

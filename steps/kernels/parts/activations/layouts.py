@@ -81,7 +81,7 @@ def float16_rows_of_many(a: Any, machine: Machine) -> Activations:
     the others (`steps.kernels.parts.activations.beside`): A comes before the arrays of the pass,
     counters, int32 and zero between launches, behind them."""
     made, (m, _) = all_float16_rows(a, machine), a.shape
-    if dtype_name(a) != "bfloat16" or m <= H200_FIRST_ROWS:
+    if dtype_name(a) != "bfloat16" or m <= 2 * H200_FIRST_ROWS:
         return made
     counters = machine.array(np.zeros(ROUNDED_ROWS + ceil_div(m, LEAST_TOKENS), np.int32))
     first = replace(made.launches[0], grid=(H200_FIRST_ROWS,))
