@@ -192,6 +192,13 @@ def test_the_next_token_takes_nothing_from_the_one_before() -> None:
         assert model.words[0, 0] == tokens
 
 
+def test_of_equal_logits_the_first_experts_are_chosen() -> None:
+    model = Model(Sizes(), 1)
+    model.layers[0]["router"][:] = 0
+    found, right = model.token()
+    assert ((found - right) ** 2).sum() < NMSE * (right**2).sum()
+
+
 def test_a_block_that_waits_in_vain_leaves_nan() -> None:
     """Thread blocks one after another: the first one's patience ends."""
     model, h = Model(Sizes(), 1), np.ones((1, 256), np.float32)
