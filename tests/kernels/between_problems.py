@@ -4,7 +4,7 @@ result may be. Outputs lie between guard bands and begin as NaN."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from steps.kernels.between import (
     router,
     swiglu,
 )
+from steps.kernels.parts.exchange import HEAD
 
 U: Final = 2.0**-24
 """Half a last place of float32."""
@@ -90,19 +91,23 @@ def close(found: np.ndarray, right: np.ndarray, bound: np.ndarray, name: str) ->
 
 @dataclass
 class Problem:
-    """A launch and what it must do. inputs: arrays that must come back as they are."""
+    """A launch and what it must do. inputs: arrays that must come back as they are. behind: what is
+    launched behind the launch, if not the same once more."""
 
     make: Callable[[Any], Launch]
     check: Callable[[], None]
     outputs: list[Output]
     inputs: list[np.ndarray] = field(default_factory=list)
+    behind: Callable[[Launch], list[Launch]] = lambda launch: [launch]
 
     def run(self, machine: Simulator, rounds: int = 1, verify: bool = True) -> None:
         """Launch, and launch again, one right behind the other."""
         before = [one.copy() for one in self.inputs]
         launch = self.make(machine)
-        for _ in range(rounds):
-            machine.run(launch)
+        machine.run(launch)
+        for _ in range(1, rounds):
+            for then in self.behind(launch):
+                machine.run(then)
         for one, was in zip(self.inputs, before, strict=True):
             assert one.tobytes() == was.tobytes(), "an input changed"
         for output in self.outputs:
@@ -356,9 +361,10 @@ def swapped(x: np.ndarray) -> np.ndarray:
 def attention_problem(
     of: Heads, of_qkv: str = "float16", of_out: str = "float32", normed: bool = False,
     seed: int = 0,
-    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda qkv, cache: None,
+    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda qkv, cache: None, shown: bool = False,
 ) -> Problem:  # fmt: skip
-    """What lies behind the position in the cache is NaN. spoil(qkv, cache) changes them first."""
+    """What lies behind the position in the cache is NaN. spoil(qkv, cache) changes them first.
+    shown: as words of two float16 and a tag, qkv of the launch before, and the output."""
     rng, p = np.random.default_rng(seed), of.position
     qkv = of_dtype(rng.standard_normal((of.batch, (of.heads + 2 * of.kv) * of.size)), of_qkv)
     kept, out = (
@@ -372,8 +378,17 @@ def attention_problem(
     cos, sin = tables(of.length, of.size)
     weights = 1 + 0.1 * rng.standard_normal((2, of.size)).astype(np.float32)
     head_norms = (weights[0].copy(), weights[1].copy(), 1e-6) if normed else None
+    places = attention.Shown(HEAD, HEAD + qkv.size)
+    words = np.zeros((1, places.out_at + out.array.size), np.uint32)
+    pairs = words.view(np.uint64)[0]  # word 0 counts tokens: 0
+    if shown:
+        pairs[places.qkv_at // 2 : places.out_at // 2] = np.uint64(1 << 32) | qkv.view(np.uint32)
 
     def check() -> None:
+        if shown:
+            own = pairs[places.out_at // 2 :]
+            assert (own >> 32 == 2).all(), "of another launch"
+            out.array[:] = (own & 0xFFFFFFFF).astype(np.uint32).view(np.float16)
         x = as_floats(qkv).reshape(of.batch, of.heads + 2 * of.kv, of.size)
         q, k, v = np.split(x, [of.heads, of.heads + of.kv], 1)
         if head_norms is not None:
@@ -414,12 +429,26 @@ def attention_problem(
         close(out.array, right.reshape(out.array.shape), bound, of_out)
 
     position = np.array([p])
-    return Problem(
-        lambda machine: attention.launch(
-            qkv, cache, position, cos, sin, out.array, machine, head_norms
-        ),
-        check, [kept, out], [qkv, position, cos, sin],
-    )  # fmt: skip
+
+    of_cache, inputs = (position, cos, sin), [qkv, position, cos, sin]
+
+    def make(machine: Any) -> Launch:
+        if shown:
+            numbers = of.heads * of.size, 1, 2
+            given = cache, *of_cache, words, places, *numbers, machine, head_norms
+            return attention.launch_shown(None, *given)
+        return attention.launch(qkv, cache, *of_cache, out.array, machine, head_norms)
+
+    def behind(launch: Launch) -> list[Launch]:
+        """That of another layer with the same scratch memory, and what waits for its end alone."""
+        if not shown:
+            return [launch]
+        others = {id(one): one.copy() for one in (words, cache)}
+        args = tuple(others.get(id(one), one) for one in launch.args)
+        last = attention.launch(qkv, cache, *of_cache, out.array, Simulator(), head_norms)
+        return [replace(launch, args=args), last]
+
+    return Problem(make, check, [kept, out], inputs, behind)
 
 
 def rotary_problem(

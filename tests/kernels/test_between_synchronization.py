@@ -58,6 +58,12 @@ MAKE = {
     "add_and_norm": partial(norm_problem, 2, 264, "float16", "float16"),
     "attention": partial(attention_problem, Heads(1, 2, 1, 64, 512, 200)),
     "attention, split": partial(attention_problem, Heads(1, 2, 1, 64, 512, 400)),
+    "attention, shown": partial(
+        attention_problem, Heads(1, 2, 1, 64, 512, 200), of_out="float16", shown=True
+    ),
+    "attention, shown and split": partial(
+        attention_problem, Heads(1, 2, 1, 64, 512, 400), of_out="float16", shown=True
+    ),
     "deferred_norm": partial(residual_problem, Matrix(5, 40, 96, "q4_0")),
     "argmax": partial(argmax_problem, 2, 9000),
     "embedding": partial(embedding_problem, "q5_1", [3, 7], 64),
@@ -65,6 +71,10 @@ MAKE = {
     "router": partial(router_problem, 2, 264, 40, 3),
     "router, choice": partial(choice_problem, LOGITS, 3),
     "swiglu": partial(swiglu_problem, 1, 40, "float16", "float16"),
+}
+UNNOTICED = {
+    "attention:griddepcontrol_wait():3:left out": "who waits for this launch has to have waited "
+    "for those before it, which the simulator takes for granted"
 }
 
 
@@ -120,7 +130,8 @@ def test_there_are_mutations_of_each_kernel() -> None:
 @pytest.mark.parametrize("mutation", list(mutations()), ids=str)
 def test_every_mutation_is_noticed(mutation: Mutation, monkeypatch: Any) -> None:
     with in_place_of(monkeypatch, mutation.name, changed(mutation.site)):
-        assert any(noticed(mutation.name, order) for order in (0, -1, 1))
+        found = any(noticed(mutation.name, order) for order in (0, -1, 1))
+    assert found == (str(mutation) not in UNNOTICED)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -153,7 +153,7 @@ def together(host: Any, monkeypatch: Any) -> Any:
     """`host`, whose thread blocks are in flight together."""
 
     def run(kernel: Any, grid: Any, *rest: Any, **options: Any) -> None:
-        simulate(kernel, grid, *rest, **options, resident=prod(grid))
+        simulate(kernel, grid, *rest, **options | {"resident": prod(grid)})
 
     monkeypatch.setattr(on_the_host, "simulate", run)
     kept: Any = (lora._prepared, lora._factors, lora._words, lora._unused)
