@@ -10,6 +10,7 @@ reads. The operations are given to a `Decoder` (`steps.decoder.kernel_operations
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -845,6 +846,7 @@ class CapturedGraph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
+        gc.collect()  # a graph of no more use that is deleted within the capture would end it
         self._work, self._graph, before = work, torch.cuda.CUDAGraph(), TURNS.captured
         # Of several GPUs: threads of NCCL may ask for events meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
