@@ -9,8 +9,10 @@ share the cores, and the GPU takes them in turn. Then come the tests that measur
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,8 +20,8 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from os import cpu_count
 from pathlib import Path
 from typing import Final
 
@@ -62,16 +64,22 @@ def gpu_tests(args: Namespace) -> int:
     sanitizer = required("compute-sanitizer")
     env = environment()
     folder: Path = args.out or store.path_for(env).parent
-    until, cores = time.monotonic() + args.seconds, cpu_count() or 1
+    until, cores = time.monotonic() + args.seconds, os.cpu_count() or 1
     jobs = max(1, cores // 3)
     tests = [sys.executable, *TESTS, "gpu and not alone", "-n", str(max(1, cores - jobs))]
     seconds, fuzzers = max(1, args.seconds * 3 // 5), max(1, cores // 4)
     fuzz = this("fuzz", "--jobs", str(fuzzers), "--seconds", str(seconds), "--seed", str(SEED))
     remark(f"tests, sanitizer and fuzzing side by side, {args.seconds:.0f} s at most")
     with ThreadPoolExecutor(jobs + 2) as pool:
-        suite = pool.submit(_run, tests, until)
-        fuzzed = pool.submit(_run, fuzz, until)
-        checked = sanitized([*sanitizer_commands(sanitizer)], until, pool.submit)
+        try:
+            suite = pool.submit(_run, tests, until)
+            fuzzed = pool.submit(_run, fuzz, until)
+            checked = sanitized([*sanitizer_commands(sanitizer)], until, pool.submit)
+        except KeyboardInterrupt:  # which commands in groups of their own do not get
+            pool.shutdown(wait=False, cancel_futures=True)
+            for leader in [*_running]:
+                _kill(leader)
+            raise
     alone = _run([sys.executable, *TESTS, "gpu and alone", "-n", "0"], time.monotonic() + ALONE)
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
@@ -111,21 +119,29 @@ def sanitized(
 
 
 def _run(command: Sequence[str], until: float) -> Ended:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(1.0, until - time.monotonic()),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout or b""
-        said = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return Ended(tuple(command), said, None)
-    return Ended(tuple(command), done.stdout, done.returncode)
+    """A command, which is killed when its time is up, and all that it began with it: what still
+    runs would keep the GPU busy."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        _running.add(process.pid)
+        try:
+            text, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            _kill(process.pid)
+            text, status = process.communicate()[0], None
+        _running.discard(process.pid)
+    return Ended(tuple(command), text, status)
+
+
+_running: Final[set[int]] = set()  # processes that lead a group of their own
+
+
+def _kill(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 # --- what is written ------------------------------------------------------------------------------

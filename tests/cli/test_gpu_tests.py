@@ -119,7 +119,7 @@ def test_the_sanitizer_is_told_command_by_command() -> None:
     assert wrong == 0
 
 
-def test_no_command_is_begun_when_the_time_is_up_and_one_is_stopped() -> None:
+def test_no_command_is_begun_when_the_time_is_up() -> None:
     command = [sys.executable, "-c", "print('right')"]
     with ThreadPoolExecutor(1) as pool:
         late = sanitized([command], time.monotonic() + 0.5 * gpu_tests.LEFT, pool.submit)
@@ -127,8 +127,17 @@ def test_no_command_is_begun_when_the_time_is_up_and_one_is_stopped() -> None:
     assert late == [None]
     assert one is not None
     assert (one.text, one.status) == ("right\n", 0)
-    slow = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(60)"]
-    assert gpu_tests._run(slow, time.monotonic() + 1) == Ended(tuple(slow), "so far\n", None)
+
+
+def test_what_a_command_began_is_stopped_with_it(tmp_path: Path) -> None:
+    """It would keep the GPU busy."""
+    end = tmp_path / "end"
+    late = f"import time, pathlib; time.sleep(3); pathlib.Path({str(end)!r}).touch()"
+    wait = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {late!r}])"
+    slow, before = [sys.executable, "-c", f"print('so far', flush=True); {wait}"], time.monotonic()
+    assert gpu_tests._run(slow, before + 1) == Ended(tuple(slow), "so far\n", None)
+    time.sleep(4)
+    assert not end.exists()
 
 
 def test_all_of_it_runs_and_is_written(
