@@ -178,10 +178,11 @@ def _errors(run: Run, rungs: Sequence[query.Rung]) -> str:
         "",
     ]
     kinds = ("A16", "activations in floating point"), ("A8", "rounded to 8 bits")
-    for kind, what in (*kinds, ("fast", "the weights too")):
+    others = ("fast", "the weights too"), ("pruned", "two of each four weights left")
+    for kind, what in (*kinds, *others):
         errors: dict[str, list[float | None]] = {name: [] for name in query.formats(rows)}
         for row in rows:
-            if kind == (row.family if row.accuracy == "exact" else "fast"):
+            if kind == (row.family if row.accuracy == "exact" else row.accuracy):
                 errors[row.format].append(query.relative_error(run, row))
         each = [f"{name.upper()} {span(own)}" for name, own in errors.items() if own]
         told += [f"- {kind}, {what}: {', '.join(each)}"] * bool(each)

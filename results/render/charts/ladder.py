@@ -46,9 +46,7 @@ def short(row: Row) -> str:
     """ "12 W4A16 wgmma", from the step's number and its module's name."""
     words = row.name.removeprefix("step").split("_")[1:]
     text = " ".join(word.upper() if word.startswith("w4a") else word for word in words)
-    return f"{row.step} {text or row.name}" + (
-        "" if row.accuracy == "exact" else f" ({row.accuracy})"
-    )
+    return f"{row.step} {text or row.name}" + (" (fast)" if row.accuracy == "fast" else "")
 
 
 def draw(run: Run) -> Figure:
