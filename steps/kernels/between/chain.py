@@ -242,26 +242,26 @@ def share(pairs, last):
 
 
 @cache
-def kernel(how: Chain) -> Any:
+def kernel(layout: Chain) -> Any:
     warps, deep, slots, chunk, pair_bytes = (
-        how.warps,
-        how.deep,
-        how.slots,
-        how.chunk,
-        how.pair_bytes,
+        layout.warps,
+        layout.deep,
+        layout.slots,
+        layout.chunk,
+        layout.pair_bytes,
     )
-    a_at, sums_at, bars_at, rows_at = how.a_at, how.sums_at, how.bars_at, how.rows_at
-    bias_at, h_at, weights_at = how.bias_at, how.h_at, how.weights_at
-    squares_at, norms_at, table_at = how.squares_at, how.norms_at, how.table_at
-    empty_at, loads, biased = bars_at + 8 * slots, how.loads, how.biases > 0
+    a_at, sums_at, bars_at, rows_at = layout.a_at, layout.sums_at, layout.bars_at, layout.rows_at
+    bias_at, h_at, weights_at = layout.bias_at, layout.h_at, layout.weights_at
+    squares_at, norms_at, table_at = layout.squares_at, layout.norms_at, layout.table_at
+    empty_at, loads, biased = bars_at + 8 * slots, layout.loads, layout.biases > 0
     of_pair, of_chunk = 4 * ROWS, deep * TILE_K  # bytes of sums; K
     lanes_of_a = of_chunk // 8
-    even_bytes, odd_bytes = of_pair * how.even, of_pair * how.odd
+    even_bytes, odd_bytes = of_pair * layout.even, of_pair * layout.odd
     odd_at = sums_at + warps * even_bytes
-    more_parts = ceil_div(how.a_bytes // 2 // of_chunk, warps)
-    product = product_a16(how.format, "float16", 1)
+    more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
+    product = product_a16(layout.format, "float16", 1)
     places, multiply, scale = product.places, product.multiply, product.scale
-    tile_bytes = tile_format(how.format).tile_bytes
+    tile_bytes = tile_format(layout.format).tile_bytes
 
     @cuda.jit(device=True, forceinline=True)
     def entry(smem, p, field):
@@ -383,7 +383,7 @@ def kernel(how: Chain) -> Any:
         r = load_f32(smem, norms_at + 4) * float32(ROOM)
         return r if p == 2 else load_f32(smem, norms_at + 8) * reciprocal(r)
 
-    @cuda.jit(launch_bounds=(how.threads, 1))
+    @cuda.jit(launch_bounds=(layout.threads, 1))
     def chain(
         w_out, w_gates, w_down, w_qkv, scales_out, scales_gates, scales_down, scales_qkv, bias,
         weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
@@ -646,9 +646,9 @@ def chain_of(
     return Chain(name, warps, deep, slots, *rest)
 
 
-def window_of(how: Chain) -> int:
+def window_of(layout: Chain) -> int:
     """Chunks under way at a time."""
-    return max(1, round(H200_UNDER_WAY / (how.chunk * PRODUCERS))) * PRODUCERS
+    return max(1, round(H200_UNDER_WAY / (layout.chunk * PRODUCERS))) * PRODUCERS
 
 
 def numbers_of_pairs(width: int, hidden: int, n_qkv: int) -> tuple[int, int, int, int]:
@@ -690,18 +690,20 @@ def launch(
     """
     a, h, before, _, gates, x_next, _, _ = place
     n_qkv = 0 if y is None else y.size
-    how = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks, warps)
-    if before.size - 1 > 32 * how.loads:
+    layout = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks, warps)
+    if before.size - 1 > 32 * layout.loads:
         raise ValueError(
             f"the norm before has left {before.size - 1} sums, and a chain of {blocks} blocks adds "
-            f"up {32 * how.loads}"
+            f"up {32 * layout.loads}"
         )
-    sizes = tuple(map(np.int32, (h.size, gates.size, a.size, n_qkv, window or window_of(how))))
+    sizes = tuple(map(np.int32, (h.size, gates.size, a.size, n_qkv, window or window_of(layout))))
     args = (
         *weights, *scales, scales[0] if bias is None else bias, *norms, *place,
         x_next if y is None else y, sizes, np.float32(epsilon),
     )  # fmt: skip
-    return Launch(kernel(how), (blocks,), (how.threads,), args, how.shared, True, together=True)
+    return Launch(
+        kernel(layout), (blocks,), (layout.threads,), args, layout.shared, True, together=True
+    )
 
 
 def thread_blocks(sms: int) -> int:

@@ -441,14 +441,14 @@ def tile_tokens(
     """The tokens of a tile, up to `most`, with which an expert of `rows` rows should take the
     fewest cycles."""
 
-    of_rows = likely_rows(rows)
+    chances = likely_rows(rows)
 
     def cycles(bm: int) -> float:
         narrow, found = narrow_tokens(bm, of_bias, gate), 0.0
         each = {
             n: steps * stage_cycles(stored_as, fast, bn, n) + H200_TILE_END for n in (narrow, bm)
         }
-        for r, likely in of_rows:
+        for r, likely in chances:
             tiles = ceil_div(r, bm)
             found += likely * tiles * each[narrow if r <= tiles * narrow else bm]
         return found
