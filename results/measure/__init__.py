@@ -7,11 +7,8 @@ by_experts.py    the same of products of experts
 by_chain.py      the same of two products, one of which makes the A of the other
 bench.py         what is measured in which order, and what is left as it is
 as_called.py     what a caller gets: gemm.plan and QuantLinear beside torch
-gradients.py     the gradient of x of a QuantLinear beside torch's
 experts.py       products of mixtures of experts beside torch's
-adapters.py      LoRA over a QuantLinear beside the layer alone
 cublas.py        cuBLAS through torch
-humming.py       the layers of the package `humming-kernels`
 torch_graphs.py  calls of torch as contestants
 models/          tokens a second of this project's decoder
 tune.py          totals at many M, by which gemm chooses

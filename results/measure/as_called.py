@@ -7,9 +7,8 @@ activation passes are in it. Theirs is a product with the weights dequantized, i
     QuantLinear   a torch.nn.Linear of its dtype
 
 Two sets of calls are measured. `TABLED` has a few M in all formats, with the host's time for one
-eager call, for which the GPU is not waited; Humming's layers are in the same loops where its
-package is installed. `SWEEP` has every other M up to `SWEPT`, in one format: together they show
-time against M.
+eager call, for which the GPU is not waited. `SWEEP` has every other M up to `SWEPT`, in one format:
+together they show time against M.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -28,14 +27,13 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES, nmse
 from reference.product import unquantized
 from reference.sampling import sample
-from results.measure import humming
 from results.measure.bench import Bench
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import THREADS, Data, attempt
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
-from results.record.schema import AsCalled, Peer, Run, mnk
+from results.record.schema import AsCalled, Run, mnk
 from steps.contract import Kernel, Size
 from steps.product.choice import Choice, Request, choose, packings
 
@@ -255,18 +253,6 @@ class Calls:
         out = a.new_empty((m, self.data.n))
         return [partial(matmul, a, one.weight.T, out=out) for one in self.theirs("float16")]
 
-    def hummings(self, name: str, m: int) -> list[Callable[[], Any]]:
-        """The same by a layer of Humming, which quantizes the dequantized weights."""
-        values = cache(partial(self._dequantized, "float16"))
-        layers = self._copies(
-            name,
-            nbytes=self.data.n * self.data.k // 2,
-            first=lambda: humming.layer(name, values()),
-            again=lambda _: humming.layer(name, values()),
-        )
-        a = self.a(m, "float16")
-        return [partial(layer, a) for layer in layers]
-
     def end_loop(self) -> None:
         """Forget the operands of a loop."""
         self._a.clear()
@@ -283,23 +269,16 @@ def _called(plan: Any, a: Any, out: Any) -> Any:
     return out
 
 
-Measured = tuple[list[AsCalled], list[Peer]]
-
-
 def measure(
     bench: Bench,
     wanted: Iterable[Call],
     budget: Budget | None = None,
     report: Callable[[str], None] = lambda _: None,
-) -> Iterator[Measured]:
-    """The rows of one loop after another, and Humming's figures beside them; `bench.say` hears of a
-    call that is wrong or fails. budget: not that of the set."""
+) -> Iterator[list[AsCalled]]:
+    """The rows of one loop after another; `bench.say` hears of a call that is wrong or fails.
+    budget: not that of the set."""
     say = bench.say
     wanted = list(wanted)
-    schemes: tuple[str, ...] = tuple(humming.SCHEMES)
-    if wanted and (why := humming.why_not()):
-        say(f"Humming is not measured: {why}")
-        schemes = ()
     calls: Calls | None = None
     for loop in in_loops(wanted):
         (m, n, k), _ = loop[0]
@@ -313,7 +292,7 @@ def measure(
                 Data(max(size[0] for size, _ in own), n, k), bench.stopwatch, bench.machine
             )
             calls.prepare(way for _, way in own)
-        measured = partial(_loop, calls, loop, schemes, budget, say)
+        measured = partial(_loop, calls, loop, budget, say)
         if found := attempt(measured, say, f"calls at M={m} N={n} K={k} were not measured"):
             yield found
         calls.end_loop()
@@ -336,10 +315,9 @@ class Entered:
 def _loop(
     calls: Calls,
     wanted: Sequence[Call],
-    schemes: Sequence[str],
     budget: Budget | None,
     say: Callable[[str], None],
-) -> Measured:
+) -> list[AsCalled]:
     """All ways at one M, or those of a few M of the sweep, in one loop."""
     now, swept = remembered(called_hash), wanted[0][0][0] not in TOKENS
     budget = budget or (SWEEP_BUDGET if swept else BUDGET)
@@ -350,33 +328,24 @@ def _loop(
     def enter(size: Size, way: Way) -> Entered:
         m = size[0]
         own, step = calls.ours(way, m)
-        ours = _contestant(calls, own, m, way.format, NMSE_LIMIT, budget)
+        ours = _contestant(calls, own, m, way.format, budget)
         key = (m, way.api, way.dtype if way.api == "QuantLinear" else "float16")
         if key not in torchs:
             others = calls.torchs(way, m)
-            other = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
+            other = _contestant(calls, others, m, FORMAT, budget)
             torchs[key] = other, others[0]
         theirs, eager = torchs[key]
         return Entered(size, way, step, ours, theirs, (own[0], eager))
-
-    def by_humming(name: str, size: Size) -> Contestant:
-        limit = humming.NMSE_LIMIT
-        return _contestant(calls, calls.hummings(name, size[0]), size[0], FORMAT, limit, budget)
 
     with calls.torch.no_grad():
         for size, way in wanted:
             if one := attempt(partial(enter, size, way), say, f"{way} at {size} was not measured"):
                 entered.append(one)
-        size, beside = wanted[0][0], {}
-        for name in () if swept else schemes:
-            missed = f"{name} at {size} was not measured"
-            if (own := attempt(partial(by_humming, name, size), say, missed)) is not None:
-                beside[name] = own
         every = [one for each in entered for one in (each.ours, each.theirs)]
-        round_robin(calls.stopwatch, [*dict.fromkeys(every), *beside.values()], budget)
+        round_robin(calls.stopwatch, list(dict.fromkeys(every)), budget)
         eager = {} if swept else dict.fromkeys(call for one in entered for call in one.eager)
         host = {call: host_us(call, calls.torch.cuda.synchronize) for call in eager}
-        rows = [
+        return [
             AsCalled(
                 **asdict(one.way),
                 **mnk(one.size),
@@ -390,7 +359,6 @@ def _loop(
             )
             for one in entered
         ]
-    return rows, [humming.peer(name, size, one.timing.us) for name, one in beside.items()]
 
 
 def _contestant(
@@ -398,7 +366,6 @@ def _contestant(
     own: Sequence[Callable[[], Any]],
     m: int,
     format_name: str,
-    limit: float,
     budget: Budget,
 ) -> Contestant:
     """It takes part if its first result is right."""
@@ -408,8 +375,8 @@ def _contestant(
     at = [torch.from_numpy(each).to(DEVICE) for each in (rows, columns)]
     got = result[at[0]][:, at[1]]
     error = nmse(got.double().cpu().numpy(), calls.meant(format_name, rows, columns))
-    if not torch.isfinite(result).all() or not error <= limit:
-        raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {limit:.0e}")
+    if not torch.isfinite(result).all() or not error <= NMSE_LIMIT:
+        raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {NMSE_LIMIT:.0e}")
     return Contestant(calls.captures, lambda slot: (own[slot],), len(own), budget)
 
 

@@ -30,6 +30,7 @@ HEAD: Final = """# Results
 What people look for, by GPU. Every row is in the CSV files beside each `run.json`, which also says
 where figures of others come from; `python -m results M=8 FORMAT=q5_1` prints any of them. `make
 charts` writes all of it from the runs; nobody edits it. README.md says how it is measured.
+[Layers of torch](worklog/layers.md) has gradients, adapters and models of transformers.
 """
 COMPARED: Final = tuple(
     ("QuantLinear", accuracy, dtype)

@@ -1,86 +1,23 @@
-"""Tables of whole models: one of transformers, the decoder's, how near a real one stays; of layers.
+"""Tables of whole models, and of a layer of experts.
 
 Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_experts.json
-(with EXPERTS=1), decoder_gpus.json (with GPUS=2), smollm2.json (`make quality`), gguf.json
-(`python -m results.measure.models.transformers_gguf`), and transformers.json, measured once by code
-that is in git history (commit a939d511: results/measure/transformers_llama.py). So do
-gradients.json and experts.json, of single layers (`results.measure.gradients` and `.experts`).
+(with EXPERTS=1), decoder_gpus.json (with GPUS=2), smollm2.json (`make quality`) and experts.json
+(`results.measure.experts`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from results.render.rows import spread
 from results.render.table import ABSENT, Column, Table, number, of_records, ratio
 
 CPU: Final = Path("decoder", "compare", "quality_cpu.json")
 """In the folder of all results: the quality on a CPU, llama.cpp's among it."""
 FLOAT32: Final = "float32"
 LLAMA_CPP: Final = "llama.cpp, CPU"
-
-
-def of_transformers(path: Path) -> Table | None:
-    """A model of torch by `quantize_model`; None where it was not measured."""
-    run, where = _read(path)
-    if run is None:
-        return None
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    facts = "; ".join(f"{what}: {value:.3g}" for what, value in run["facts"].items())
-    return of_records(
-        (
-            _words("case", "case"),
-            _words("side", "side"),
-            Column("time", lambda row: f"{number(row['ms'])} ms"),
-            Column("20-80 %", lambda row: spread(row["p20_ms"], row["p80_ms"])),
-            Column("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
-            Column("x bfloat16", lambda row: ratio(row["x_bfloat16"])),
-            Column("first call", lambda row: f"{number(row['first_s'])} s"),
-        ),
-        run["rows"],
-        f"{run['model']}, {versions}, {where}. Wall time of a call; the first one compiles.",
-        (f"{facts}.",),
-    )
-
-
-def of_gguf(path: Path) -> Table | None:
-    """`generate` of transformers with a GGUF file, as it loads it and after `use_gguf`."""
-    rows, where = _read(path, "rows")
-    if rows is None:
-        return None
-
-    def rate(way: str, mode: str) -> Callable[[Any], str]:
-        return lambda row: f"{row[way][mode]['tokens_s']:,.0f}"
-
-    def columns(side: str, way: str) -> Iterator[Column]:
-        yield Column(f"{side}, eager", rate(way, "eager"))
-        yield Column("compiled", rate(way, "compiled"))
-        yield Column("MB", lambda row: f"{row[way]['bytes'] / 1e6:,.0f}")
-
-    def cold(row: Any) -> str:
-        return " and ".join(f"{number(one)} s" for one in row["blocks"].get("cold", ())) or ABSENT
-
-    first, random = rows[0], any(one["name"].startswith("random") for one in rows)
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    return of_records(
-        (
-            _words("tokens/s", "file"),
-            *columns(f"{first['dtype']} weights", "transformers"),
-            *columns("use_gguf", "blocks"),
-            *(
-                [Column("first prefill, tokens", cold)]
-                if any("cold" in one["blocks"] for one in rows)
-                else []
-            ),
-        ),
-        rows,
-        f"`generate`, {first['tokens']} tokens after {first['prompt']}, {versions}, {where}."
-        + " Weights are random, in the shapes of these models." * random
-        + " MB: weights on the GPU.",
-    )
 
 
 def of_decoder(path: Path) -> Table | None:
@@ -166,40 +103,6 @@ def of_quality(path: Path) -> Table | None:
     )
 
 
-def of_gradients(path: Path) -> Table | None:
-    """The gradient of x beside torch's, in bfloat16: a row for each size, formats side by side."""
-    run, where = _read(path)
-    if run is None:
-        return None
-    sizes: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for row in run["rows"]:
-        if row["dtype"] == "bfloat16":
-            sizes.setdefault((row["M"], row["N"], row["K"]), {})[row["format"]] = row
-    formats = list(next(iter(sizes.values())))
-
-    def told(name: str, what: str) -> Callable[[Any], str]:
-        def text(rows: Any) -> str:
-            one = rows[name][what]
-            return f"{number(one['us'])} ({ratio(one['x_torch'])})"
-
-        return text
-
-    first = formats[0]
-    return of_records(
-        (
-            Column("M", lambda rows: f"{rows[first]['M']}"),
-            Column("N x K", lambda rows: f"{rows[first]['N']} x {rows[first]['K']}", words=True),
-            Column("torch.matmul", lambda rows: number(rows[first]["gradient"]["torch_us"])),
-            *(Column(name, told(name, "gradient")) for name in formats),
-            Column("y and dX, torch", lambda rows: number(rows[first]["step"]["torch_us"])),
-            *(Column(name, told(name, "step")) for name in formats),
-        ),
-        list(sizes.values()),
-        f"dX = dY @ W of a QuantLinear in bfloat16, in us and beside torch with bfloat16 weights, "
-        f"{where}. On the right with the product before it.",
-    )
-
-
 ROUTINGS: Final = {"random": "", "zipf": ", by Zipf's law", "same": ", all the same experts"}
 """How tokens choose experts, beside their number."""
 
@@ -244,13 +147,10 @@ def of_experts(path: Path) -> Table | None:
 
 
 TABLES: Final = (
-    ("A model of transformers", of_transformers, "transformers.json"),
-    ("GGUF files in transformers", of_gguf, "gguf.json"),
     ("A decoder", of_decoder, "decoder.json"),
     ("A decoder with experts", of_decoder, "decoder_experts.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
-    ("Gradients of x", of_gradients, "gradients.json"),
     ("Mixtures of experts", of_experts, "experts.json"),
 )
 """(its title, the table, the file beside run.json)."""

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from results.measure.humming import SCHEMES, W4A8, W4A16
 from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
 from results.render.table import number, ratio
 from steps.checks.select import branches
@@ -18,9 +17,13 @@ MAIN_FORMAT: Final = "q4_0"  # the format of charts and tables that show one
 CUBLAS: Final = "cublas_fp16"
 LLAMA_CPP: Final = "ggml"
 BASELINES: Final = {CUBLAS: "cuBLAS float16", LLAMA_CPP: "llama.cpp"}  # beside every step
+W4A16: Final = "humming_w4a16"
+W4A8: Final = "humming_w4a8"
 LAYERS: Final = {W4A16: "Humming W4A16", W4A8: "Humming W4A8"}
-"""Beside what a caller gets: layers called with float16 A and C."""
-WEIGHTS: Final = {CUBLAS: "f16"} | {name: weights for name, (weights, *_) in SCHEMES.items()}
+"""Beside what a caller gets: layers called with float16 A and C. W4A8 is less exact: one scale for
+a row of 4-bit weights, one for a token of int8 activations. Measured once, by code that is in git
+history (commit 1ec61969: results/measure/humming.py)."""
+WEIGHTS: Final = {CUBLAS: "f16", W4A16: "int4_group32", W4A8: "int4_row"}
 """The one weight format of some baselines, which stand beside every format of ours."""
 UNITS: Final = {
     "fp32": "float32 multiply-add",

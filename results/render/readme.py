@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from results.measure.humming import W4A16
 from results.record.schema import AsCalled, Row, Run, Size
 from results.render import query
 from results.render.rows import time_of
@@ -51,7 +50,7 @@ OF_CALLED: Final = (
             "fast",
             query.BASELINES[query.CUBLAS],
             query.BASELINES[query.LLAMA_CPP],
-            query.LAYERS[W4A16],
+            query.LAYERS[query.W4A16],
         ),
     ),
 )
@@ -125,7 +124,7 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
             query.called(run, "QuantLinear", how, "float16", size, name)
             for how in ("exact", "fast")
         ]
-        beside = [query.baseline(run, peer, name, size) for peer in (query.LLAMA_CPP, W4A16)]
+        beside = [query.baseline(run, peer, name, size) for peer in (query.LLAMA_CPP, query.W4A16)]
         own = [one for one in both if one]
         found += own
         elsewhere |= {peer.peer for peer in beside if peer and not peer.same_run}
@@ -138,7 +137,7 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
         f"([run]({source})). {query.BASELINES[query.LLAMA_CPP]}: float32 in and out"
         + (", from another run." if query.LLAMA_CPP in elsewhere else ".")
     ]
-    title += [f"{query.LAYERS[W4A16]}: from another run."] * (W4A16 in elsewhere)
+    title += [f"{query.LAYERS[query.W4A16]}: from another run."] * (query.W4A16 in elsewhere)
     title += [STALE_NOTE] * any(one.key in stale for one in found)
     return Table(OF_CALLED, tuple(lines), "\n".join(title)) if found else None
 

@@ -130,8 +130,8 @@ def _measured(
         recorder.limits = measuring.limits
         with table.progress(count) as progress:
             beside = store.recorded(recorder.env.gpu)
-            for rows, peers in as_called.measure(measuring, calls, report=progress):
-                recorder.add(as_called=rows, peers=[*beside, *peers])
+            for rows in as_called.measure(measuring, calls, report=progress):
+                recorder.add(as_called=rows, peers=beside)
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
                 recorder.add(found, [*beside, *peers])
     except Exception as error:

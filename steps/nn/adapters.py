@@ -10,7 +10,7 @@ PEFT's own forward: three products of torch beside the layer's.
 
 On an H200, in CUDA graphs, a layer of 4096 x 4096 in Q4_0 with an adapter of rank 16 takes 1.4
 times as long as alone at one token, 1.3 times at eight; by PEFT's own forward 5.6 and 5.8 times
-(results/nvidia-h200/adapters.json, `python -m results.measure.adapters`).
+(results/nvidia-h200/adapters.json).
 
 PEFT's own `merge_and_unload` writes to the weights, which raises: blocks cannot be written to.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from results.measure import as_called, humming
+from results.measure import as_called
 from results.measure.as_called import SWEEP, TABLED, WAYS, Way, in_loops, missing
 from results.measure.bench import Bench
 from results.measure.protocol import Budget
@@ -106,15 +106,6 @@ def test_only_calls_that_are_missing_or_stale_are_measured() -> None:
 
 def bench(watch: FakeStopwatch, say: Any = lambda _: None) -> Bench:
     return Bench(H200, watch, Limits(), QUICK, say=say)
-
-
-def test_without_its_package_humming_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(as_called, "in_loops", lambda _: [])
-    monkeypatch.setattr(humming, "why_not", lambda: "it is not installed")
-    said: list[str] = []
-    for wanted in ([], [((2, 8, 64), WAYS[0])]):
-        assert list(as_called.measure(bench(FakeStopwatch(), said.append), wanted)) == []
-    assert said == ["Humming is not measured: it is not installed"]
 
 
 def test_host_time_is_of_calls_and_the_queue_is_drained_outside(

@@ -13,7 +13,6 @@ import matplotlib as mpl
 import pytest
 
 from results import __main__ as command
-from results.measure.humming import W4A16
 from results.record import store
 from results.record.schema import Environment, Run
 from results.render import charts, query, table
@@ -150,7 +149,7 @@ def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
     assert dict(curves["QuantLinear"])[512] == one.x_cublas
     theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", (512, 4096, 14336))
     assert dict(curves["llama.cpp"])[512] == one.cublas_us / (theirs or 0)
-    layer = query.baseline_us(run, W4A16, "q4_0", (512, 4096, 14336))
+    layer = query.baseline_us(run, query.W4A16, "q4_0", (512, 4096, 14336))
     assert dict(curves["Humming W4A16"])[512] == one.cublas_us / (layer or 0)
     text = text_of(files["as_called.svg"])
     assert "cuBLAS float16" in text
@@ -172,7 +171,7 @@ def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, fil
     assert one is not None
     assert dict(curves["QuantLinear, fast"])[33] == one.us
     assert dict(curves["cuBLAS float16"])[33] == one.cublas_us
-    layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
+    layer = query.baseline_us(run, query.W4A16, "q4_0", (32, 4096, 14336))
     assert dict(curves["Humming W4A16"])[32] == layer
     chosen = [SimpleNamespace(step=step, M=m) for m, step in enumerate((18, 18, 14, 18), 1)]
     assert calls.ranges_of_steps(chosen) == [(18, 1, 2), (14, 3, 3), (18, 4, 4)]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from results import __main__ as command
-from results.measure.humming import W4A16
 from results.record import store
 from results.record.provenance import called_hash, source_hash
 from results.record.schema import AsCalled, Environment, Row, Run
@@ -292,7 +291,7 @@ def test_what_a_caller_gets_is_float16_beside_the_baselines(run) -> None:
         assert exact is not None
         assert fast is not None
         theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", size)
-        layer = query.baseline_us(run, W4A16, "q4_0", size)
+        layer = query.baseline_us(run, query.W4A16, "q4_0", size)
         times = (exact.us, fast.us, exact.cublas_us, theirs, layer)
         assert line == [
             *(str(size[0]), f"{size[1]} x {size[2]}"),

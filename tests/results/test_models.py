@@ -85,45 +85,9 @@ def test_experts_stand_beside_torch_by_tokens(tmp_path: Path) -> None:
     ]
 
 
-def test_gradients_stand_beside_torch_by_size(tmp_path: Path) -> None:
-    rows = [
-        {
-            **{"format": name, "dtype": dtype, "M": m, "N": 3, "K": 4},
-            "gradient": {"us": 1.5 * m * (i + 1), "torch_us": float(m), "x_torch": 0.5 / (i + 1)},
-            "step": {"us": 30.0, "torch_us": 15.0 * (i + 1), "x_torch": 0.75},
-        }
-        for dtype in ("float16", "bfloat16")
-        for m in (8, 16)
-        for i, name in enumerate(("q4_0", "q6_k"))
-    ]
-    text = told(models.of_gradients(write(tmp_path / "h9" / "gradients.json", rows=rows)))
-    assert "in bfloat16, in us and beside torch" in text[0]
-    assert text[2] == "| M | N x K | torch.matmul | q4_0 | q6_k | y and dX, torch | q4_0 | q6_k |"
-    assert text[4:] == [
-        "| 8 | 3 x 4 | 8.00 | 12.0 (0.50x) | 24.0 (0.25x) | 15.0 | 30.0 (0.75x) | 30.0 (0.75x) |",
-        "| 16 | 3 x 4 | 16.0 | 24.0 (0.50x) | 48.0 (0.25x) | 15.0 | 30.0 (0.75x) | 30.0 (0.75x) |",
-    ]
-
-
-def test_how_long_the_first_calls_wait_is_said_where_it_was_measured(tmp_path: Path) -> None:
-    own = {"bytes": 2e6, "eager": {"tokens_s": 30}, "compiled": {"tokens_s": 400}}
-    facts = {"name": "random", "dtype": "float16", "tokens": 128, "prompt": 128, "versions": {}}
-    warm = {"file": "a.gguf", "transformers": own, "blocks": own, **facts}
-    cold = {**warm, "file": "b.gguf", "blocks": own | {"cold": [3.09, 0.63]}}
-    text = told(models.of_gguf(write(tmp_path / "gguf.json", rows=[warm, cold])))
-    assert text[2].endswith("| MB | first prefill, tokens |")
-    assert text[4].endswith("| 30 | 400 | 2 | - |")
-    assert text[5].endswith("| 30 | 400 | 2 | 3.09 s and 0.63 s |")
-    plain = told(models.of_gguf(write(tmp_path / "gguf.json", rows=[warm])))
-    assert plain[2].endswith("| MB |")
-
-
 @pytest.mark.parametrize(
     "made",
-    [
-        *(models.of_decoder, models.of_gpus, models.of_quality),
-        *(models.of_transformers, models.of_gguf, models.of_gradients),
-    ],
+    [models.of_decoder, models.of_gpus, models.of_quality, models.of_experts],
 )
 def test_what_was_not_measured_is_left_out(tmp_path: Path, made: Any) -> None:
     assert made(tmp_path / "nothing.json") is None

@@ -2,5 +2,4 @@
 
 one_gpu.py        tokens a second, whole
 several_gpus.py   the same on several GPUs that share the model
-transformers_gguf.py  `generate` of transformers with a GGUF file: its floats, and the file's blocks
 """
