@@ -116,7 +116,8 @@ TESTS := $(if $(TORCH),$(NEED_TORCH),$(NEED_TORCH:%=--ignore=%))
 
 test: $(READY) ## the tests, no GPU needed: formats by turns (QUICK=1: one a step; ALL=1: every format and tile);
 test: ## TORCH=1: those of layers and of the decoder, instead
-	$(if $(TORCH),@$(PY) -c 'import torch; import tokenizers; import transformers')
+	$(if $(TORCH),@$(PY) -c 'from importlib.metadata import version; \
+		[*map(version, ("torch", "tokenizers", "transformers"))]')
 	@$(PY) -m pytest $(TESTS) -n auto --dist loadgroup --no-loadscope-reorder -m 'not alone$(LEFT_OUT)'
 	@$(PY) -m pytest $(TESTS) -m 'alone$(LEFT_OUT)'
 

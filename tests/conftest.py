@@ -6,18 +6,26 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+# The suite compiles what it tests, each kernel and each module once for all processes, and leaves
+# nothing behind.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    kept = tempfile.mkdtemp(prefix="ladder-tests-")
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    os.environ["LADDER_CACHE"] = str(Path(kept, "kernels"))
+    if sys.dont_write_bytecode:  # an import of Numba takes twice as long then, of torch thrice
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(kept, "modules"))
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
 from tests.driver.fake_gpu import gpu, torch  # noqa: F401 - fixtures
-
-# The suite compiles what it tests, each kernel once for all processes, and leaves nothing behind.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["LADDER_CACHE"] = tempfile.mkdtemp(prefix="ladder-tests-")
-    atexit.register(shutil.rmtree, os.environ["LADDER_CACHE"], ignore_errors=True)
 
 os.environ["LADDER_PROCESSES"] = "1"  # each test compiles for itself
 
@@ -40,6 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str | None:
     left_out = ", ".join(f"tests/{one}" for one in collect_ignore)
     return f"without torch: {left_out} are left to `make test TORCH=1`" if left_out else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m alone`: of no file without such a test anything is imported."""
+    if collection_path.suffix != ".py" or not config.option.markexpr.startswith("alone"):
+        return None
+    return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

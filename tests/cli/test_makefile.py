@@ -163,7 +163,7 @@ def test_every_test_runs_with_torch_or_without(echo: Path) -> None:
         f"--ignore={word}" for word in chosen
     ]
     assert set(chosen) < set(alone)
-    assert installed == ["-c", "import torch; import tokenizers; import transformers"]
+    assert all(f'"{name}"' in installed[1] for name in ("torch", "tokenizers", "transformers"))
     left_out = re.search(
         r"^collect_ignore = .* else (\[.*\])$", (TESTS / "conftest.py").read_text(), re.M
     )
