@@ -88,6 +88,8 @@ def _check(_: Path | None, options: argparse.Namespace) -> int:
 def _page(path: Path | None, options: argparse.Namespace) -> int:
     from results.render import page
 
+    if path is None:
+        return 1
     out: Path = options.out or Path("build", "report.html")
     text = page.build(path)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,5 +12,4 @@ generated.py       writes all of these, and checks that they are of the current 
 page.py            one HTML page: ladder, steps, museum
 markup.py          docstrings, worklog and source as HTML
 machine_code.py    a step's machine code in figures, and its source beside it
-roof.py            a step's place on the roofline
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +24,10 @@ from qformats import FORMATS
 from qformats.draw import meaning
 from results.measure import protocol
 from results.record import ROOT
-from results.record.schema import Environment, Row, Run
+from results.record.schema import Run
 from results.record.store import read
 from results.render import charts, complete, markup, query, readme, rows
 from results.render.machine_code import Compiler, beside, compiled, main_work
-from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, stale_keys
 from results.render.table import Column, Table, dims, of_records, progress
 from steps import ladder
@@ -58,14 +57,14 @@ def requests_of(step: Step) -> list[Picture]:
 
 
 def build(
-    path: Path | None,
+    path: Path,
     root: Path = ROOT,
     compiler: Compiler = compiled,
     tracer: Tracer = requests_of,
 ) -> str:
-    """The page about the run in `path`, as one document; without one, all but its figures.
-    `compiler` gives a step's machine code, `tracer` the pictures of what it does to memory."""
-    run = Run(env=Environment()) if path is None else read(path)
+    """The page about the run in `path`, as one document. `compiler` gives a step's machine code,
+    `tracer` the pictures of what it does to memory."""
+    run = read(path)
     stale = stale_keys(run, root)
     log = markup.worklog(root / "results" / "worklog")
     steps, museum = ladder(), pitfalls.pitfalls()
@@ -78,7 +77,7 @@ def build(
             say(f"step {step.number}: its machine code and its accesses")
             home = at_home[step.number].shape if step.number in at_home else step.home_shapes[0]
             machine = compiler(step, home, run.env.cc)
-            measured = _figures_of(step, run, at_home)
+            measured = _figures_of(step, run)
             of_code = _code_of(step, machine)
             sections.append(
                 {
@@ -100,10 +99,8 @@ def build(
         .get_template("page.html.jinja")
         .render(
             env=run.env,
-            measured=path is not None,
-            nothing=readme.NOTHING,
             when=query.when([*run.rows, *run.as_called]),
-            ladder=readme.ladder_table(run, "", stale, steps, lambda step, _: f"#step-{step}"),
+            ladder=readme.ladder_table(run, "", stale, lambda step, _: f"#step-{step}"),
             called=readme.called_table(run, "", stale),
             charts=pictures,
             sections=sections,
@@ -128,10 +125,9 @@ def _charts(run: Run) -> dict[str, dict[str, Any]]:
     files = charts.render(run)
     found: dict[str, dict[str, Any]] = {}
     for name, chart in charts.plans(run).items():
-        said, figures = chart.tell(run)
+        said = chart.tell(run)
         svg = markup.picture(files[f"{name}.svg"], name, chart.title, said)
         found[name] = {"name": name, "title": chart.title, "finding": said, "svg": svg}
-        found[name]["figures"] = figures
     return found
 
 
@@ -162,19 +158,17 @@ def _lesson_of(step: Step) -> dict[str, Any]:
     }
 
 
-def _figures_of(step: Step, run: Run, at_home: Mapping[int, Row]) -> dict[str, Any]:
-    """Its rows at home, its best, and its place under the roof."""
+def _figures_of(step: Step, run: Run) -> dict[str, Any]:
+    """Its rows at home."""
     found = [
         row
         for row in query.timed(run.rows)
         if row.step == step.number and row.shape in step.home_shapes
     ]
-    own = at_home.get(step.number)
     return {
         "rows": found,
         "figures": of_records(FIGURES, found),
         "shape": " and ".join(dims(each) for each in step.home_shapes),
-        "roof": roof(own, list(at_home.values()), run.env.limits) if own else None,
     }
 
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +17,6 @@ from results.render import query
 from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
 from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdown, percent, ratio
-from steps.checks.select import branches
-from steps.contract import Step
 
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
@@ -60,13 +58,11 @@ def ladder_table(
     run: Run,
     source: str,
     stale: Keys = (),
-    every: Sequence[Step] = (),
     href: Callable[[int, str], str] = lambda _, name: f"steps/{name}.py",
 ) -> Table | None:
     """A line per step in one format at its home shape; None where none was measured.
 
-    source: the run's file as linked. every: these steps too where they were not measured. href:
-    where the link of a step leads, by its number and name.
+    source: the run's file as linked. href: where the link of a step leads, by its number and name.
     """
     panels = query.ladder(run)
     shown = [rung.row for panel in panels for rung in panel.rungs]
@@ -80,31 +76,21 @@ def ladder_table(
         title.append(RATIO_NOTE)
     if any(row.key in stale for row in shown):
         title.append(STALE_NOTE)
-    missing = [step for step in every if step.number not in {row.step for row in shown}]
-    for key, branch in branches().items():
-        if key not in {panel.branch for panel in panels} and any(s.branch == key for s in missing):
-            panels.append(query.Panel(key, branch.title, branch.homes[0], ()))
     lines = []
     for panel in panels:
         lines.append(Line(("", f"**{panel.title}**, {dims(panel.home)}", *[""] * 4)))
-        figures: dict[int, tuple[str, ...]] = {
-            rung.row.step: (
-                f"[{rung.row.step}]({href(rung.row.step, rung.row.name)})",
-                query.idea(rung.row)
-                + f", at {dims(rung.row.shape)}" * rung.away
-                + _mark(rung.row, stale),
-                time_of(rung.row),
-                cell(rung.row.tflops),
-                ratio(rung.row.x_parent) if rung.row.x_parent else "",
-                percent(rung.row.limit_share),
+        for rung in panel.rungs:
+            row = rung.row
+            away = f", at {dims(row.shape)}" * rung.away
+            cells = (
+                f"[{row.step}]({href(row.step, row.name)})",
+                f"{query.idea(row)}{away}{_mark(row, stale)}",
+                time_of(row),
+                cell(row.tflops),
+                ratio(row.x_parent) if row.x_parent else "",
+                percent(row.limit_share),
             )
-            for rung in panel.rungs
-        }
-        for step in missing:
-            if step.branch == panel.branch:
-                link = f"[{step.number}]({href(step.number, step.name)})"
-                figures[step.number] = (link, step.title, *[ABSENT] * 4)
-        lines += [Line(figures[number]) for number in sorted(figures)]
+            lines.append(Line(cells))
     return Table(OF_LADDER, tuple(lines), "\n".join(title)) if lines else None
 
 

@@ -8,7 +8,7 @@
     roofline.svg    the last step of each branch under the limits measured on this GPU
 
 `calls.py` draws as_called.svg and tokens.svg, the file of its name each other one; `style.py` has
-colours and axes. A chart also tells in words and figures what it shows (`Chart.tell`).
+colours and axes. A chart also tells in words what it shows (`Chart.tell`).
 
 The same run gives the same bytes with the same matplotlib: ids are salted with a constant, and no
 date of drawing is written. Text stays text, so a chart can be searched and diffed. The background

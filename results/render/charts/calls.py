@@ -11,7 +11,7 @@ from results.record.schema import AsCalled, Run
 from results.render import query
 from results.render.charts import style
 from results.render.charts.style import Curve
-from results.render.table import Table, dims, number, ratio
+from results.render.table import dims, number, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,20 +111,11 @@ def draw_speeds(run: Run) -> Figure:
     return figure
 
 
-def tell_speeds(run: Run) -> tuple[str, Table]:
-    every = [
-        (n_k, label, p) for n_k in weights(query.tabled(run)) for label, p in speeds(run, *n_k)
-    ]
-    own = [x for _, label, points in every if label == "QuantLinear" for _, x in points]
+def tell_speeds(run: Run) -> str:
+    curves = (dict(speeds(run, *n_k)) for n_k in weights(query.tabled(run)))
+    own = [x for each in curves for _, x in each.get("QuantLinear", ())]
     seen = f" QuantLinear is {ratio(min(own))} to {ratio(max(own))} as fast." if own else ""
-    return (
-        f"Tensor in to tensor out, beside cuBLAS float16 in the same loop.{seen}",
-        style.by_tokens(
-            ((f"{label} at {dims(size)}", points) for size, label, points in every),
-            ratio,
-            "Times as fast as cuBLAS float16, against tokens",
-        ),
-    )
+    return f"Tensor in to tensor out, beside cuBLAS float16 in the same loop.{seen}"
 
 
 # --- time at every number of tokens ---------------------------------------------------------------
@@ -195,21 +186,12 @@ def _bar(axes: Axes, found: Sequence[tuple[int, int, int]], color: str, end: int
             axes.text((first + last) / 2, 0.47, str(step), ha="center", va="center", fontsize=8)
 
 
-def tell_times(run: Run) -> tuple[str, Table]:
-    every = [
-        (f"{label} at {dims(size)}", points)
-        for size in swept(run)
-        for label, points in times(run, *size)
-    ]
-    few = (1, 8, 16, 32, 64, max(points[-1][0] for _, points in every))
-    seen = f"nowhere does one token more take more than {query.CLIFF:g} times as long"
+def tell_times(run: Run) -> str:
+    seen = f"Nowhere does one token more take more than {query.CLIFF:g} times as long"
     for one, more in query.cliffs(run)[:1]:
         most = number(more.us / one.us)
-        seen = f"one token more takes at most {most} times as long, from M={one.M} to {more.M}"
-    return (
-        f"Every number of tokens, beside cuBLAS float16. {seen[0].upper()}{seen[1:]}.",
-        style.by_tokens(every, number, "Microseconds", few),
-    )
+        seen = f"One token more takes at most {most} times as long, from M={one.M} to {more.M}"
+    return f"Every number of tokens, beside cuBLAS float16. {seen}."
 
 
 AS_CALLED: Final = style.Chart("What a caller gets", query.tabled, draw_speeds, tell_speeds)

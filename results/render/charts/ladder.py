@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Row, Run
@@ -11,12 +11,9 @@ from results.render.charts import style
 from results.render.query import BASELINES, Panel, Rung, baseline_us, ladder
 from results.render.table import (
     ABSENT,
-    Column,
-    Table,
     cell,
     dims,
     number,
-    of_records,
     percent,
     ratio,
 )
@@ -214,7 +211,7 @@ def _baselines(
             axes.plot([value, value], [top, bottom], clip_on=False, **_line_of(name))
 
 
-def tell(run: Run) -> tuple[str, Table]:
+def tell(run: Run) -> str:
     panels, seen = ladder(run), ["Each step from its parent's speed to its own."]
     for panel in panels:
         rows = [r.row for r in panel.rungs if not r.away and r.row.kernel_us]
@@ -227,17 +224,7 @@ def tell(run: Run) -> tuple[str, Table]:
                     f"{percent(best.limit_share)} of memory bandwidth, {cell(best.kernel_us)} us"
                 )
             seen.append(f"{panel.title}: step {best.step} reaches {speed}.")
-
-    def us(name: str) -> Callable[[Panel], str]:
-        return lambda panel: cell(_baselines_us(run, panel).get(name), " us")
-
-    columns = (
-        Column("branch", lambda panel: panel.title, words=True),
-        Column("M x N x K", lambda panel: dims(panel.home)),
-        *(Column(label, us(name)) for name, label in BASELINES.items()),
-    )
-    title = "The steps are in the table above; the others:"
-    return " ".join(seen), of_records(columns, panels, title)
+    return " ".join(seen)
 
 
 LADDER: Final = style.Chart(TITLE, ladder, draw, tell)

@@ -9,7 +9,7 @@ from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.charts.ladder import short
 from results.render.query import UNITS, main_format, of_one_dtype, timed, tops
-from results.render.table import Table, cell, dims, number
+from results.render.table import cell, dims, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +127,7 @@ def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
     style.named_ends(axes, ends, 0.34 / PANEL)
 
 
-def tell(run: Run) -> tuple[str, Table]:
+def tell(run: Run) -> str:
     rows = sorted(rows_of(run), key=lambda row: (row.step, row.M))
     few, many = min(row.M for row in rows), max(row.M for row in rows)
     first = max((row for row in rows if few == row.M), key=lambda row: row.gbps or 0)
@@ -135,15 +135,7 @@ def tell(run: Run) -> tuple[str, Table]:
     return (
         f"Under the limits measured on this GPU, N x K = {dims(rows[0].shape[1:])}: "
         f"at M={few} step {first.step} moves {number((first.gbps or 0) / 1e3)} TB/s; "
-        f"at M={many} step {last.step} does {cell(last.tflops)} TFLOPS.",
-        style.by_tokens(
-            (
-                (name, [(row.M, row.tflops or 0) for row in own])
-                for name, own in curves(run).items()
-            ),
-            number,
-            "TFLOPS. The limits are below, with the machine's facts",
-        ),
+        f"at M={many} step {last.step} does {cell(last.tflops)} TFLOPS."
     )
 
 

@@ -6,13 +6,12 @@ COLUMN wide: a phone shows it at three quarters of its size, where its text is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Run
 from results.render.query import CUBLAS, LAYERS, LLAMA_CPP
-from results.render.table import ABSENT, Column, Table, of_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,27 +22,13 @@ Curve = tuple[str, Sequence[tuple[int, float]]]  # a line by its name: (M, a fig
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart. data: empty where the run has nothing to draw. tell: what one sees at a glance, and
-    the figures one by one, for a caption and for who cannot see."""
+    """A chart. data: empty where the run has nothing to draw. tell: what one sees at a glance, for
+    a caption and for who cannot see."""
 
     title: str
     data: Callable[[Run], Sequence[Any]]
     draw: Callable[[Run], Figure]
-    tell: Callable[[Run], tuple[str, Table]]
-
-
-def by_tokens(
-    curves: Iterable[Curve], written: Callable[[float], str], title: str, few: Collection[int] = ()
-) -> Table:
-    """The figures of curves: a line for each, a column per M, or per M of `few`."""
-    every = [(label, dict(points)) for label, points in curves]
-    ms = sorted({m for _, points in every for m in points if not few or m in few})
-
-    def at(m: int) -> Callable[[tuple[str, dict[int, float]]], str]:
-        return lambda curve: written(curve[1][m]) if m in curve[1] else ABSENT
-
-    names = Column("", lambda curve: curve[0], words=True)
-    return of_records([names, *(Column(f"M={m}", at(m)) for m in ms)], every, title)
+    tell: Callable[[Run], str]
 
 
 COLUMN: Final = 6.0  # inches
