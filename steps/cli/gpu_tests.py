@@ -100,7 +100,7 @@ def sanitizer_commands(tool: str) -> Iterator[list[str]]:
         yield sanitizing(tool, kind, this("fuzz", "--case", *SANITIZED))
     for name in FORMATS:
         for kind in SANITIZERS:
-            for step in reversed(ladder()):
+            for step in (one for one in reversed(ladder()) if name in one.formats):
                 others = [one for one in kernel_of(step.number).outputs if one not in step.outputs]
                 for dtype in ([], *(["--dtype", one] for one in others[:1])):
                     check = str(step.number), "--quick", "--format", name, *dtype
