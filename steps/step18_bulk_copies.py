@@ -11,9 +11,9 @@ What is new
         make mbarriers | weights of slot 0 | wait for the launch before | A | next slot | multiply
                          one copy            griddepcontrol.wait
 
-    A of the first slot waits behind the first weights of all warps of all SMs, and no others.
-    Memory serves copies in the order in which they come, and until A is there, nothing can be
-    multiplied.
+    Memory serves copies in the order in which they come, and until A is there nothing can be
+    multiplied. So A is asked for before the weights of the second slot: it waits behind the first
+    ones of all warps of all SMs, and behind no others.
 Why it should help
     Between two launches memory is idle: the last sums, the start of new thread blocks, their
     first instructions, the latency of the first weights. The last two now pass while blocks of

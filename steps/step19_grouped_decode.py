@@ -14,11 +14,11 @@ What is new
                                         '---------- leaves: pair 1 multiplies it, too
 
     Tokens that chose the same expert share its weights: of each eight pairs of an expert the first
-    one *leads*. Its thread blocks multiply all eight at once, the columns of an mma, and those of
-    the others leave. A warp compares 32 ids with its own at a time: `ballot` gives all lanes a bit
-    for each lane that found the same expert, so the bits below a lane's own say how many pairs came
-    earlier. No list is made, no barrier is met, and the host knows nothing of ids: the launch is
-    the same whatever they are, and a CUDA graph may hold it.
+    one *leads*. The leader's thread blocks multiply all eight at once, as an mma has eight columns;
+    the thread blocks of the other seven leave. A warp compares 32 ids with its own at a time:
+    `ballot` gives all lanes a bit for each lane that found the same expert, so the bits below a
+    lane's own say how many pairs came earlier. No list is made, no barrier is needed, and the host
+    knows nothing of ids: the launch is the same whatever they are, and a CUDA graph may hold it.
 
         lane        0  1  2  3  4  5  6  7  8 ... 31
         its id      7  2  9  4  2  5  7  1  -      -        of expert 7, pair 0 leads
@@ -26,17 +26,17 @@ What is new
                                                             member 1 of the group
 Why it should help
     One token of Qwen3-30B-A3B has eight experts of 1536 x 2048 (gate and up): 14.2 MB of Q4_0, 3.5
-    us of memory at 4.1 TB/s. In a loop each expert is a launch of 48 thread blocks for 132 SMs, and
-    memory is busy for a fifth of the 2.5 us that it takes: 20 us, and the host has waited for ids
-    before. In one launch 384 thread blocks of eight warps run at once, three an SM. All have issued
-    all copies of their 2048 K, two tiles a warp, as soon as they know their expert. To the 3.5 us
-    come 1.2 between launches, 0.7 for ids, which weights wait for, and 1.2 for the first bytes and
-    the last sums: expect 6.6 us, 3 times the loop.
+    us of memory at 4.1 TB/s. In a loop each expert is a launch of 48 thread blocks for 132 SMs. It
+    takes 2.5 us, and memory is busy for a fifth of them: 20 us for all eight, and before the first
+    one the host has waited for ids. In one launch 384 thread blocks of eight warps run at once,
+    three an SM. All have issued all copies of their 2048 K, two tiles a warp, as soon as they know
+    their expert. To the 3.5 us come 1.2 between launches, 0.7 for ids, which weights wait for, and
+    1.2 for the first bytes and the last sums: expect 6.6 us, 3 times the loop.
 What it costs
-    Weights cannot be asked for while the launch before still runs, as ids come from it (step 18
-    asks for the first ones). A group may be one token: then seven of eight columns are multiplied
-    for nothing. Thread blocks that leave take some time, a few for each pair and 32 rows of W: this
-    is for few tokens.
+    Weights cannot be asked for while the launch before still runs, as ids come from it; step 18
+    asks for its first ones then. A group may be one token: then seven of eight columns are
+    multiplied for nothing. Every pair that does not lead still starts a thread block for each 32
+    rows of W, which leaves at once: this is for few tokens.
 Machine code
     VOTE and POPC before the first UBLKCP, which copies weights and rows of A; no UTMALDG; the loop
     of step 18.
@@ -85,7 +85,7 @@ BLOCKS_PER_SM: Final = 3  # 132 SMs run all 384 blocks of eight experts at once
 MEMBERS: Final = 8  # pairs of a group: the columns of an mma
 ROW_TILES: Final = 2  # packed tiles side by side: what is read of A serves both
 ROWS: Final = ROW_TILES * TILE_ROWS  # of W, of a thread block
-SLOTS: Final = 2  # of a warp's ring: 16 for 2048 K
+SLOTS: Final = 2  # of a warp's ring: those of eight warps hold 2048 K
 CHUNK: Final = 16  # bytes: 8 float16
 MBARRIER: Final = 8  # bytes
 A_BYTES: Final = 2 * TILE_K  # of a token, 128 K
@@ -244,7 +244,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
         cuda.syncwarp()  # zeros beyond K are there for all lanes
 
         # Lane 8i + r gives ldmatrix the address of row r of matrix i, a chunk. Columns without a
-        # token are those of the last one, and are not stored
+        # token repeat the last one's, and are not stored
         slot, parity = int32(0), int32(0)
         own_row = min(lane & 7, int32(count - 1)) * A_ROW + (lane >> 3) * CHUNK
         for i in range(steps):

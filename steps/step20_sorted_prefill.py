@@ -5,36 +5,37 @@ What is new
     some 256, which want the tiles of step 14: so pairs that have the same expert must lie side by
     side. Two small launches make that so, and no host looks at ids:
 
-        sort        thread block e counts the pairs of experts before e: there its own begin,
-                    offsets[e]. Then it writes which they are, rows[offsets[e]] and on
-        gather      row i of A, sorted, is the row of A of pair rows[i]
+        sort        thread block e counts the pairs of all experts before e. So many lie before its
+                    own, which it writes to rows, from place offsets[e] on
+        gather      row i of the sorted A is the row of A that pair rows[i] reads
 
         ids         2 0 | 0 1 | 2 0 | 0 2                   four tokens of two experts each
         pair        0 1   2 3   4 5   6 7
         rows        1 2 5 6 | 3 | 0 4 7                     by experts 0, 1, 2
         offsets     0         4   5       8
 
-    What follows is step 14's kernel, whose tiles now are of the rows of an expert, and of no other:
+    Then comes step 14's kernel. A tile now has rows of one expert and of no other:
 
         rows        0        300  300         520           of experts 0, 1, 2
         tiles       [144][144][12]  [144][76]               each times the tiles along N
         first tile  0             3  3              5       of expert 0, 1, 2, and of all
 
     How many tiles there are is known on the GPU alone. Each thread block works out the list of
-    first tiles for itself, takes tile b, then b + 132, b + 264 ... and finds its expert in the list
-    by halving. A box of A that reaches beyond the expert's rows reads those of the next one:
-    columns of the product that are not stored. The rows of C go back to their pairs.
-    No tile is shared by thread blocks: with 4000 of them there is an equal share for every SM.
+    first tiles for itself. Thread block b takes tile b, then b + 132, b + 264 ... and finds the
+    expert of each by a binary search of the list. A box of A that reaches beyond the expert's rows
+    reads those of the next one: columns of the product that are not stored. The rows of C go back
+    to their pairs.
+    Thread blocks share no tiles: with 4000 of them every SM has nearly as many as any other.
 Why it should help
     4096 tokens of 8 experts of 1536 x 2048 are 206 GFLOP: 300 us at 690 TFLOPS, step 14's speed. An
-    expert has 240 to 272 rows, most in two tiles of 144: 1.14 times as much. Sorting and A, 134 MB
-    that are written and read, take 60 us more, and C, which is twice as wide in memory as in step
-    14's home, 20: expect 420 us. A loop of step 14 has 128 launches. Each has 24 tiles for 132 SMs
-    of 128 x 128 and shares them, 6.5 us: 830 us, 2 times as long.
+    expert has 240 to 272 rows, most in two tiles of 144: so 1.14 times as many rows are multiplied.
+    Sorting ids and A, 134 MB that are written and read, takes 60 us more, and C, 101 MB, 20: expect
+    420 us. A loop of step 14 has 128 launches. Each has 24 tiles of 128 x 128 for 132 SMs, which
+    share them, and takes 6.5 us: 830 us, 2 times as long.
 What it costs
     Sorted A is S times as large as A. A kernel that gathers rows itself saves the pass over it, but
     no tensor map gathers on Hopper: four warps have to copy 16 bytes at a time.
-    Last tiles of experts are part empty; where ids are uneven there are more of them.
+    An expert's last tile is partly empty; the more uneven the ids, the more such tiles.
 Machine code
     Of the product that of step 14: HGMMA in a loop without loads from global memory, UTMALDG,
     UBLKCP; no MEMBAR and no atomics. Of the sort VOTE and POPC.
@@ -452,7 +453,8 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     a, rows, offsets = activations
-    # An expert has so many rows, seldom more: the fewest tiles that hold them, equal ones
+    # Few experts have more rows than their mean and two standard deviations. The fewest tiles that
+    # hold so many, all of one height
     experts = offsets.shape[0] - 1
     likely = max(1, ceil(shape.m / experts + 2 * sqrt(shape.m / experts)))
     block_m = ceil_div(ceil_div(likely, ceil_div(likely, BLOCK_M)), 16) * 16

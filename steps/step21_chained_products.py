@@ -101,7 +101,7 @@ CHUNK: Final = 16  # bytes: 8 float16
 MBARRIER: Final = 8  # bytes
 A_TILE: Final = 2 * TILE_K  # bytes of A, 128 K
 HEAD: Final = 4  # words before h in the hand-over: the first one counts blocks
-LOOKS: Final = 1 << 20  # at words of h that do not come, before the launch fails: a second or more
+LOOKS: Final = 1 << 20  # at words of h before the launch fails, in case they never come: a second
 
 
 @cache
@@ -173,7 +173,7 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
         M, N, K = int32(c.shape[0]), int32(c.shape[1]), int32(a.shape[1])
         pairs = int32((K + ROWS - 1) // ROWS), int32((N + ROWS - 1) // ROWS)
         k_tiles = int32((K + TILE_K - 1) // TILE_K)
-        # K of two row tiles takes so many slots of every consumer, the last of which may be empty
+        # slots of each consumer for all K of two row tiles; what is beyond K in the last is empty
         rounds = int32((k_tiles + DEEP * CONSUMERS - 1) // (DEEP * CONSUMERS))
 
         # --- make the mbarriers

@@ -2,8 +2,8 @@
 
 What is new
     Of each four neighbours along K the two largest weights are kept, the others become 0: the
-    weights are *pruned* 2 of 4 (qformats.repack.prune). What is stored are the codes of those kept,
-    their positions, and the scales of Q4_0: 3.5 bits a weight instead of 4.5.
+    weights are *pruned* 2 of 4 (qformats.repack.prune). Stored are the codes of those kept, their
+    positions, and the scales of Q4_0: 3.5 bits a weight instead of 4.5.
 
         K               0    1    2    3    4    5    6    7    8  ...
         codes of Q4_0   9    1    8   13    8    8    4   11    7
@@ -30,13 +30,14 @@ Why it should help
     2048 for as much. A product reads 64 bytes of 128 tokens in its 64 cycles, all that shared
     memory gives: A must come from registers. And the copies of a stage, 46 KB, have half of the
     time: an SM gets some 45 bytes a cycle of the L2, just enough. (A tile of 128 x 128 would need
-    39 KB in 512 cycles.) Half of the multiplications save power, reading tokens does not. Expected
-    was 1.3x at (4096,4096,4096), from copies that take cycles of those 128 bytes; they do not.
+    39 KB in 512 cycles.) Half as many multiplications take less power; as many tokens are read.
+    1.3x was expected at (4096,4096,4096), where it was assumed that copies into shared memory take
+    cycles from those reads. They do not, and it is more (the worklog has both).
 What it costs
     Accuracy: pruning takes 0.136 of the energy of normal weights, an NMSE twenty times that of Q4_0
-    itself, and 0.204 of uniform ones. Without training a model is none any more. It is a lesson:
-    gemm never prunes. A NaN in A that meets pruned weights alone is not seen. Few tokens make few
-    tiles, which no blocks share here.
+    itself, and 0.204 of uniform ones. A model that is not trained again is of no use then. It is a
+    lesson: gemm never prunes. A NaN in A does not reach C where all weights it meets are pruned.
+    Few tokens make few tiles, which no blocks share here.
 Machine code
     HGMMA.SP, eight a stage, with no wait but WARPGROUP.DEPBAR; no spills with 2 x 64 sums a thread.
 Prerequisites
