@@ -93,28 +93,7 @@ MISTAKES = (
         "`cuda.syncthreads()`; threads 32-1023 have exited",
     ),
     Mistake(3, "* tile_w[tx, j]", "* tile_w[j, tx]", "loads", "row and its column are exchanged"),
-    Mistake(
-        3,
-        "at = ((n0 + ty) * blocks_k + b) * block_bytes\n                v",
-        "at = ((n0 + tx) * blocks_k + b) * block_bytes\n                v",
-        "out of range",
-        "block_bytes = 18, b = 0, blocks_k = 1, n0 = 0, tx = 1; over the threads of this block it "
-        "runs from 0 to 558.\n  With ty for tx, `((n0 + ty) * blocks_k + b) * block_bytes`, it is",
-    ),
-    Mistake(
-        3,
-        "x = a[m0 + ty, ",
-        "x = a[m0 + tx, ",
-        "out of range",
-        "With ty for tx, `m0 + ty, b * BLOCK + tx`, it is a place that this thread comes to",
-    ),
-    Mistake(
-        3,
-        "tile_w[ty, tx] = v",
-        "tile_w[ty, n0 + tx] = v",
-        "out of range",
-        "it runs from 0 to 31, 32 to 63.\n  Without n0 it is a place",
-    ),
+    Mistake(3, "x = a[m0 + ty, ", "x = a[m0 + tx, ", "out of range", "There m0 = 0, tx = "),
     Mistake(3, "tile_w[ty, tx] = v", "tile_w[tx, ty] = v", "contents", "belongs to tile_w[j, i]"),
     Mistake(3, "scale_a[ty] = half", "scale_a[tx] = half", "race", "no barrier helps"),
     Mistake(

@@ -75,7 +75,6 @@ class Loads(Watch):
         self.loads: defaultdict[int, dict[str, dict[tuple[int, int], int]]]
         self.loads = defaultdict(lambda: defaultdict(dict))
         self.stores: dict[int, int] = {}  # byte of C -> thread
-        self.stored: set[tuple[int, str, int]] = set()  # (thread, array, first byte)
         self.arrays: dict[str, tuple[tuple[int, ...], Any]] = {}  # name -> shape, dtype
 
     def allocated(self, whole: int, name: str, data: Any, space: str) -> None:
@@ -93,7 +92,6 @@ class Loads(Watch):
             if what.space == "shared":
                 self.loaded(whole, np.arange(at, at + what.size), lane.index)
             return
-        self.stored.add((lane.index, name, at))
         if what.space == "shared":
             found, part = self.shared[name], slice(at, at + what.size)
             found.stored[part] += 1

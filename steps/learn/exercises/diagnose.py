@@ -39,7 +39,7 @@ Again = Callable[[Case], Trial]  # the same step, family and format on another p
 def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Again) -> Diagnosis:
     """What is wrong with a trial that failed. right: the step as it should be, if there is one."""
     if isinstance(trial.result, Fault):
-        return of_fault(trial.result, trial.subject, step, right, file)
+        return of_fault(trial.result, trial.subject, step, file)
     at, v = str(trial.subject), trial.result
     if v.unwritten.any():
         which = "" if v.unwritten.all() else which_blocks(step, trial.subject, file.path)
@@ -76,7 +76,7 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
         other = again(case).result
         if isinstance(other, Fault):
             subject = Subject(trial.subject.family, trial.subject.format, case)
-            return of_fault(other, subject, step, right, file)
+            return of_fault(other, subject, step, file)
     if right is not None:
         beside = Beside(step, right, trial.subject, file, m, n)
         if found := beside.loads() or beside.contents():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from typing import Final
 
 from steps.contract import Step
-from steps.learn.exercises.indices import why_out_of_range
 from steps.learn.exercises.races import race
 from steps.learn.exercises.trial import Diagnosis, Fault, File, Subject
 
@@ -53,10 +53,7 @@ _GRID: Final = (
 )
 
 
-def of_fault(
-    fault: Fault, subject: Subject, step: Step, right: Step | None, file: File
-) -> Diagnosis:
-    """right: the step as it should be, if there is one."""
+def of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
     if fault.kind == "Race":
         return race(fault, subject, step, file)
     what, where = f"{subject}: {file.placed(fault.what)}.", file.place(fault)
@@ -71,8 +68,16 @@ def of_fault(
     cause, advice = _ADVICE[kind]
     if kind == "OutOfRange" and re.match(r"c[\[:]", fault.what):
         advice = _STORE
-    elif kind == "OutOfRange" and (why := why_out_of_range(fault, subject, step, right, file)):
-        return Diagnosis(cause, fault.line, (what, where, *why, *[advice] * (len(why) < 2)))
+    elif kind == "OutOfRange":
+        return Diagnosis(cause, fault.line, (what, where, _held(fault, file), advice))
     if kind in ("BarrierDivergence", "Deadlock"):  # the simulator names the lines of all threads
         where = ""
     return Diagnosis(cause, fault.line, (what, where, advice))
+
+
+def _held(fault: Fault, file: File) -> str:
+    """The whole numbers that names in the line held; "" where it is the step's own code."""
+    text = "" if fault.line in file.stands_in else linecache.getline(str(file.path), fault.line)
+    names = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text))
+    held = ", ".join(f"{name} = {fault.values[name]}" for name in names if name in fault.values)
+    return f"There {held}." if held else ""
