@@ -9,5 +9,4 @@ A *work* is one step in one activation family on one weight format: a cell of ev
     fuzz      random products, by one line each (fuzz_cases), on a GPU by several processes
               (fuzz_workers)
     fuzz_experts    cases of experts, and what is wrong with one
-    float64   the products that it compares with, by NumPy or a machine
 """

@@ -10,7 +10,8 @@ Of each case
                 further from the product of A with the weights than the accuracy asked for allows
     repeats     the same product again, by the step, `gemm`, a plan or a graph, has the same bits
 
-Cases may share `Weights`: packed once, and float64 once. `steps.checks.fuzz_workers` runs many.
+Cases may share `Weights`, so that hundreds of products with the same cost no more than their own
+float64 operations. `steps.checks.fuzz_workers` runs many.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from qformats import BLOCK, FORMATS, format_of
 from reference import Problem, Reference, bfloat16_values, check
+from reference.product import Operands, Terms, factors, terms
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.checks import fuzz_experts
-from steps.checks.float64 import Answers, MachineProducts, Products
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
 from steps.checks.fuzz_experts import ExpertsCase
 from steps.checks.run import fatal
@@ -63,16 +64,67 @@ ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff of C and A, by dtype."""
 
 
+class Answers(NamedTuple):
+    """What C should be, float64[M, N] each.
+
+    same, size: the product of the operands that a kernel multiplied, and its magnitude.
+    wanted, most: the same of A as it was given, and the dequantized weights.
+    energy: sum a^2 w^2.
+    """
+
+    same: np.ndarray
+    size: np.ndarray
+    wanted: np.ndarray
+    most: np.ndarray
+    energy: np.ndarray
+
+    def rows(self, pick: np.ndarray) -> Answers:
+        """Of some tokens only."""
+        return Answers(*(each[pick] for each in self))
+
+
+class Products:
+    """The float64 products with some weights, blocks [N, K/32] or, of K-quants, [N, K/256]: those
+    of `reference.product.same_operands`, of weights that are made float64 once."""
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        self.blocks = blocks
+        self._terms: dict[type, Terms] = {}
+
+    def answers(self, used: Operands | None, a: np.ndarray) -> Answers:
+        """used: what a kernel multiplied, None where that was float32 A itself; a: A [M, K]"""
+        wanted, most = self._product(a)
+        same, size = (wanted, most) if used is None else self._product(used)
+        return Answers(same, size, wanted, most, a.astype(np.float64) ** 2 @ self.squares.T)
+
+    def _product(self, used: Operands | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        of, x = self._terms_of(type(used)), factors(used)
+        sizes = [np.abs(x) @ one.T for one in of.sizes]
+        return x @ of.same.T, np.max(sizes, axis=0)
+
+    def _terms_of(self, kind: type) -> Terms:
+        if kind not in self._terms:
+            self._terms[kind] = terms(kind, self.blocks)
+        return self._terms[kind]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The dequantized weights, float64 [N, K]"""
+        return self._terms_of(np.ndarray).same
+
+    @cached_property
+    def squares(self) -> np.ndarray:
+        """Those of the weights"""
+        return self.weights**2
+
+
 class Weights:
     """The weights of cases that share them, on a machine, and the float64 products with them."""
 
-    def __init__(self, case: FuzzCase, machine: Machine, on_machine: bool = False) -> None:
-        """on_machine: whether the machine makes the float64 products, or NumPy."""
+    def __init__(self, case: FuzzCase, machine: Machine) -> None:
         self._case, self._machine = case, machine
         self.blocks = case.blocks()
         self.products = Products(self.blocks)
-        if on_machine:
-            self.products = MachineProducts(self.blocks, machine)
 
     @cached_property
     def packed(self) -> Packed:
@@ -267,11 +319,11 @@ class Judged:
             allowed = A8_ERROR
         elif case.family == "A16":
             allowed += 4 * ROUNDED[case.a] ** 2
-        permitted = allowed * energy
+        permitted, squares = allowed * energy, products.squares.sum(axis=1)
         if step.accuracy == "fast":  # int8, whose step follows the largest |a| of a token
-            permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * products.squares
+            permitted += (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * squares
         if _in_blocks(case, step):
-            permitted += LEAST_IN_BLOCKS**2 * products.squares
+            permitted += LEAST_IN_BLOCKS**2 * squares
         few = 1 + 30 / (1 if case.weights == "most" else wanted.shape[1])  # columns are all alike
         error = ((answers.same - wanted) ** 2).sum(axis=1)
         most = few * permitted.sum(axis=1) + 2.0**-50
@@ -280,8 +332,8 @@ class Judged:
         # What else may be lost takes longer to find out.
         if exact_a8:  # a block's step follows its largest value
             steps = np.abs(x).reshape(len(x), -1, BLOCK).max(axis=2) / 127
-            squares = (products.weights**2).reshape(-1, steps.shape[1], BLOCK).sum(axis=(0, 2))
-            most += few / 12 * (steps**2 @ squares)
+            of_blocks = products.squares.reshape(-1, steps.shape[1], BLOCK).sum(axis=(0, 2))
+            most += few / 12 * (steps**2 @ of_blocks)
         if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima
             # become float16, which costs 2^-11 of what each multiplies
             parts = _groups(x, blocks)

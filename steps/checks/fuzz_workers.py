@@ -2,8 +2,8 @@
 
 A kernel takes seconds to compile and a product milliseconds. So each process has works of its own,
 whose kernels no other compiles. It compiles for at most half of its time, and meanwhile draws cases
-of the works that it has kernels for. Weights are shared by `SHARED` cases, and float64 products are
-the GPU's. A case that is wrong so is judged again by itself, by NumPy.
+of the works that it has kernels for. Weights are shared by `SHARED` cases. A case that is wrong so
+is judged again by itself.
 
 Processes take GPUs in turns. What one has there at a time is bounded by what cases may be
 (`fuzz_cases.GPU_WEIGHTS` and others), less than 1 GB beside CUDA's own.
@@ -29,7 +29,6 @@ from typing import Any, Final
 import numpy as np
 
 from steps.checks import fuzz
-from steps.checks.float64 import products_launch
 from steps.checks.fuzz import Weights
 from steps.checks.fuzz_cases import FuzzCase, dealt, sharing, works
 from steps.checks.fuzz_experts import ExpertsCase, ExpertsWeights
@@ -80,9 +79,6 @@ def fuzz_on_gpus(
     are in that time. tell: is called with the line of a wrong case and what is wrong. report: with
     what there is so far, twice a second or oftener."""
     works([kernel_of(number) for number in numbers], cc)  # or a UsageError, once
-    some = np.zeros((1, 1, 1))  # for the kernel that all processes launch
-    launch = products_launch(some[0], some, some)
-    compiled(launch.kernel, signature_of(launch.args), architecture(cc))
     until = monotonic() + seconds
     arguments = (tuple(numbers), seed, processes, tuple(gpus), until, count)
     return supervised(_work, arguments, processes, until + LATE, tell, report)
@@ -275,7 +271,7 @@ def multiply(
             if found and not lost:
                 weights = None  # a kernel may have changed them
                 again, lost = fuzz.judged(case, machine)
-                found = again or [*found, "(judged again, by NumPy and by itself, it is right)"]
+                found = again or [*found, "(judged again, by itself, it is right)"]
             if found:
                 send(("wrong", str(case), found))
             send(("product", str(work)))
@@ -291,4 +287,4 @@ def _sharing(rng: np.random.Generator, work: Any, simulated: bool) -> Sequence[A
 def _weights(case: Any, machine: Any) -> Any:
     if isinstance(case, ExpertsCase):
         return ExpertsWeights(case, machine)
-    return Weights(case, machine, on_machine=True)
+    return Weights(case, machine)

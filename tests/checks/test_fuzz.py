@@ -22,7 +22,7 @@ from reference import (
 )
 from steps import ladder
 from steps.checks import fuzz
-from steps.checks.float64 import Products
+from steps.checks.fuzz import Products
 from steps.checks.fuzz_cases import (
     DATA,
     DEEP,
@@ -214,29 +214,14 @@ def _changed(at: Any, to: float) -> Any:
     return multiply
 
 
-def _by(*cases: tuple[Any, ...]) -> list[Any]:
-    """Cases, with who multiplies in float64: a machine and NumPy in turns."""
-    return [
-        pytest.param(
-            *case,
-            on_machine,
-            id="-".join([*map(str, case), "machine" if on_machine else "numpy"]),
-            marks=() if on_machine == bool(i % 2) else pytest.mark.every,
-        )
-        for i, case in enumerate(cases)
-        for on_machine in (False, True)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("family", "a", "on_machine"),
-    _by(("A16", "float32"), ("A16", "bfloat16"), ("A8", "float32")),
+    ("family", "a"), [("A16", "float32"), ("A16", "bfloat16"), ("A8", "float32")]
 )
 def test_one_output_a_little_beyond_its_bound_is_found(
-    family: Any, a: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
+    family: Any, a: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = FuzzCase(17, family, "q4_1", 2, 5, 64, a, rows="ones,plain")
-    weights = fuzz.Weights(case, Simulator(), on_machine)
+    weights = fuzz.Weights(case, Simulator())
     assert not fuzz.complaints(case, Simulator(), weights)
 
     def multiply(prepared: Any, machine: Any) -> np.ndarray:
@@ -294,21 +279,21 @@ def test_cases_that_share_weights_are_judged_as_alone(via: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "at", "to", "says", "on_machine"),
-    _by(
+    ("rows", "at", "to", "says"),
+    [
         ("nan,plain", 0, 1.0, "5 of 5 outputs of rows with nan hide it, the first at (0, 0)"),
         ("nan,plain", (1, 2), np.nan, "plain rows are not finite, the first at (1, 2): got nan"),
         ("large,plain", (0, 1), np.inf, "large rows are not finite, the first at (0, 1): got inf"),
         ("ones,plain", (0, 3), 0.0, "ones rows are wrong"),
         ("plain", (1, 3), 0.0, "wrong"),
         ("zeros,plain", (0, 3), 1.0, "zeros rows are wrong"),
-    ),
+    ],
 )
 def test_wrong_rows_are_found(
-    rows: str, at: Any, to: float, says: str, on_machine: bool, monkeypatch: pytest.MonkeyPatch
+    rows: str, at: Any, to: float, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = FuzzCase(1, "A16", "q4_0", 2, 5, 32, rows=rows)
-    weights = fuzz.Weights(case, Simulator(), on_machine)
+    weights = fuzz.Weights(case, Simulator())
     assert not fuzz.complaints(case, Simulator(), weights)
     monkeypatch.setattr(fuzz, "multiply", _changed(at, to))
     assert says in " ".join(fuzz.complaints(case, Simulator(), weights))
