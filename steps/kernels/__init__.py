@@ -2,7 +2,7 @@
 
     prefill/    products of many tokens: KERNEL of steps 10, 11, 13, 14 and 15, and their parts
     decode/     products of few tokens: KERNEL of steps 17 and 18, and their parts
-    between/    what a decoder computes between its products; each file is its own lesson
+    between/    what a decoder computes between its products
     experts/    products of mixtures of experts, see `steps.product.experts`
     rows.py     rows of a quantized matrix as floats
     unpack.py   columns of packed weights as floats, for gradients

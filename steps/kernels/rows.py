@@ -1,21 +1,12 @@
 """Rows of a quantized matrix as floats, from ggml's own bytes: all of them, or those with some ids.
 
-What is new
-    A thread makes eight neighbouring values. They lie in one group of one block, so scale and
-    offset are worked out once, by the device functions that step 1 teaches, which know every
-    format. Values are rounded to the dtype of the rows and stored 16 bytes at a time; a warp stores
-    512 bytes in a row, or 1 KB of float32.
-Why it should help
-    Levels take two to ten instructions and a load of a byte that 32 threads find in the same few
-    lines of the L1 cache. So a matrix takes about as long as its stores: 4096 x 14336 in float16
-    are 117 MB, 30 us at 4 TB/s. Plain torch takes ten launches and as many passes.
-What it costs
-    A variant for each format and dtype. The decoder's own `embedding` reads fields that lie apart,
-    eight bytes of codes at once, and knows the five weight formats alone.
-Machine code
-    STG.E.128, LDG.E.U8, I2F.
-Prerequisites
-    Step 1 (blocks, elements).
+A thread makes eight neighbouring values. They lie in one group of one block, so scale and offset
+are worked out once, by the device functions of step 1, which know every format. Values are rounded
+to the dtype of the rows and stored 16 bytes at a time; a warp stores 512 bytes in a row, or 1 KB of
+float32. A matrix takes about as long as its stores.
+
+The decoder's own `embedding` reads fields that lie apart, eight bytes of codes at once, and knows
+the five weight formats alone.
 """
 
 from __future__ import annotations

@@ -1,23 +1,14 @@
 """Packed weights as floats again: columns of W[N, K] in a panel, for a product that sums over N.
 
-What is new
-    The kernels of products make numbers of packed tiles in registers, as operands of sums over K.
-    The gradient of x, dX[M, K] = dY[M, N] @ W[N, K], sums over N. Here a kernel writes columns of W
-    to memory, all N rows of them and mostly all K, and a float product makes the same columns of dX
-    of them: whole sums.
-    A warp has 16 rows and 64 K, one half of a packed tile. A lane's codes are of two rows and four
-    neighbouring pairs of K. They pass through shared memory, so that a warp stores rows of 128
-    bytes, or of 256 in float32.
-Why it should help
-    The layer's own packed tiles are read, so there is no second copy of the weights, and nothing
-    comes from the host. 14336 x 4096 are 33 MB of Q4_0 and 117 MB of bfloat16: 37 us at 4.06 TB/s.
-    It takes 40.5 (an H200).
-What it costs
-    A variant for each storage format and dtype, and the memory of a panel.
-Machine code
-    LDG.E.128, PRMT, STS, LDS.128, STG.E.128.
-Prerequisites
-    Step 7 (packed tiles, codes as bytes).
+The kernels of products make numbers of packed tiles (step 7) in registers, as operands of sums over
+K. The gradient of x, dX[M, K] = dY[M, N] @ W[N, K], sums over N. Here a kernel writes columns of W
+to memory, all N rows of them and mostly all K, and a float product makes the same columns of dX of
+them: whole sums. The layer's own packed tiles are read, so there is no second copy of the weights,
+and nothing comes from the host.
+
+A warp has 16 rows and 64 K, one half of a packed tile. A lane's codes are of two rows and four
+neighbouring pairs of K. They pass through shared memory, so that a warp stores rows of 128 bytes,
+or of 256 in float32. 14336 x 4096 take 40.5 us of an H200, whose memory takes 37 for their bytes.
 
 **The values** are those of `qformats.dequantize`, rounded once to the panel's dtype, of each format
 that packed tiles hold without loss. Of the others they are `qformats.storage.stored_weights`, which

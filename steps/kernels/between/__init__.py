@@ -1,4 +1,4 @@
-"""What a decoder computes between its products, as lessons of their own: one kernel a file.
+"""What a decoder computes between its products, one kernel a file.
 
     add_and_norm    h += y, and h / its root mean square * weight
     deferred_norm   the same at few tokens without a launch, in the products around it
@@ -14,6 +14,8 @@
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
 
 `steps.decoder.kernel_operations`, `steps.decoder.deferred` and `steps.decoder.chained` launch them.
+results/worklog/decoder.md has what was predicted of each, and measured. Lessons 5 (wide accesses),
+10 (arrival counters) and 14 (launches that overlap) teach what they are made of.
 
 A product takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,

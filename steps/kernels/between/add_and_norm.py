@@ -1,26 +1,14 @@
 """Residual and norm: h += y, and x = h / the root mean square of its row * weight.
 
-What is new
-    A row is one thread block's. Each thread keeps 16 of its values in registers from the first load
-    to the last store: the row is read once, and one barrier lies between, behind which every thread
-    adds up the warps' sums itself.
-    The weight does not depend on the product before, so it is loaded before the wait:
+A row is one thread block's. Each thread keeps 16 of its values in registers from the first load to
+the last store: the row is read once, and one barrier lies between, behind which every thread adds
+up the warps' sums itself. Rows beyond 16384 take more registers. The weight does not depend on the
+product before, so it is loaded before the wait:
 
-        weight | wait for the product | h, y | sum of squares, barrier | h, x
+    weight | wait for the product | h, y | sum of squares, barrier | h, x
 
-    Where two GPUs have a half each of the product's sums, y is theirs and ours: added here, they
-    are not stored and loaded once more.
-Why it should help
-    With one row there is nothing but latency: 0.7 us until the wait returns, 0.4 for h and y from
-    the L2, 0.2 for the sum, 0.3 for the stores. Expect 1.7 us a launch in a chain, where a compiled
-    kernel, which finds its row by loops and loads the weight last, takes 2.5 to 3. 512 rows of 4096
-    move 25 MB through the L2 at 6 TB/s: 4.5 us.
-What it costs
-    A thread's 16 values, 16 of the weight: some 60 registers. Rows beyond 16384 take more.
-Machine code
-    LDG.E.128 of the weight before ACQBULK, one BAR.SYNC, MUFU.RSQ, no division.
-Prerequisites
-    Steps 5 (wide accesses), 14 (launches that overlap) and the passes over rows of step 11.
+Where two GPUs have a half each of the product's sums, y is theirs and ours: added here, they are
+not stored and loaded once more.
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
 """The likeliest token: the index of the largest logit of each row.
 
-What is new
-    A row is searched by up to 32 thread blocks, each thread with 16 bytes at a time. A block leaves
-    its largest logit and that one's index; the last one to arrive compares those of all
-    (`steps.kernels.parts.split_k_reduction`). A float32 is compared as an int32 whose order is the
-    same, so NaN, which comes above all, needs no branch of its own.
-Why it should help
-    128256 logits are 513 KB, in the L2 since the product. torch takes 26 us for a row at once, and
-    two launches or more for a row in parts. Here 0.7 us until the wait returns, 0.8 for the loads,
-    0.8 for handing over: expect 2.5 us instead of 4 to 5.
-What it costs
-    A counter for each row that launches leave at zero.
-Machine code
-    LDG.E.128 of logits, SHFL, no FSETP.
-Prerequisites
-    Steps 5 (wide accesses), 10 (arrival counters) and 14 (launches that overlap).
+A row is searched by up to 32 thread blocks, each thread with 16 bytes at a time. A block leaves its
+largest logit and that one's index; the last one to arrive compares those of all
+(`steps.kernels.parts.split_k_reduction`). A float32 is compared as an int32 whose order is the
+same, so NaN, which comes above all, needs no branch of its own.
 """
 
 from __future__ import annotations

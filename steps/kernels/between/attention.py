@@ -1,42 +1,31 @@
 """Attention of one token of each sequence: rotary embedding, the cache, and softmax in one launch.
 
-What is new
-    The queries that share a key are multiplied with it together, by tensor cores, and keys and
-    values are on their way before the queries exist. A warp takes 16 keys at a time; 8 is the most
-    queries that share a key, and the N of an mma. For D = 128 values of a head, and with A @ B + C
-    of an `mma.m16n8k16`:
+The queries that share a key are multiplied with it together, by tensor cores, and keys and values
+are on their way before the queries exist. A warp takes 16 keys at a time; 8 is the most queries
+that share a key, and the N of an mma. For D = 128 values of a head, and with A @ B + C of an
+`mma.m16n8k16`:
 
-        scores[16 keys, 8]  = keys[16, 128] @ queries[8, 128]^T            8 mma
-        shares              = 2^(scores - the largest so far)
-        sums[128, 8]       += values[16, 128]^T @ shares[16, 8]            8 mma
+    scores[16 keys, 8]  = keys[16, 128] @ queries[8, 128]^T            8 mma
+    shares              = 2^(scores - the largest so far)
+    sums[128, 8]       += values[16, 128]^T @ shares[16, 8]            8 mma
 
-    A lane has two queries of the scores and the same two of the sums, so that an online softmax
-    needs no other lane but for the largest score. As operand B the shares must be transposed:
-    `movmatrix`. Columns without a query are zeros.
-    Each warp has a ring of its own in shared memory, two slots of 16 keys and 16 values, filled by
-    `cp.async`: 70 KB under way in each block. The launch before makes the queries, and no earlier
-    key: the first slots are asked for before the wait, while that product still runs. The new key
-    and value are never in the ring. One group of threads has them in registers and stores them in
-    the cache; in the end they count as what one warp more has left.
-    Positions are split between thread blocks where a head has more than one can hide, and then the
-    last block to arrive adds up what all have left (`steps.kernels.parts.split_k_reduction`). How
-    many
-    blocks have work follows from the position, which lies in memory: a CUDA graph replays at every
-    one.
-Why it should help
-    A compiled attention writes scores, shares and the rotated queries, and reads the whole length
-    of the cache whatever the position: 10.3 us of a layer. On CUDA cores, with an eighth of a key a
-    thread, 128 keys took so many instructions that 8 blocks shared them, and handing over their
-    sums took 2 of 5.4 us. Here a warp needs 200 instructions for 16 keys, so that one block has up
-    to 256. Expect 3.5 us at 128 positions: 0.8 until the wait returns, 0.6 for the queries, 0.3
-    for rotating them, 0.6 for two turns of a warp, 0.6 for adding up, 0.5 until the launch ends.
-What it costs
-    Queries and shares are rounded to float16, as keys and values are. 80 KB of shared memory.
-Machine code
-    LDGSTS before ACQBULK; LDSM, HMMA.16816.F32, MOVM, MUFU.EX2; 96 registers, no local memory.
-Prerequisites
-    Steps 9 (rings of cp.async), 11 (mma of float16), 10 (partial sums, arrival counters) and 14
-    (launches that overlap).
+A lane has two queries of the scores and the same two of the sums, so that an online softmax needs
+no other lane but for the largest score. As operand B the shares must be transposed: `movmatrix`.
+Columns without a query are zeros. Queries and shares are rounded to float16, as keys and values
+are.
+
+Each warp has a ring of its own in shared memory, two slots of 16 keys and 16 values, filled by
+`cp.async`: 70 KB under way in each block. The launch before makes the queries, and no earlier key:
+the first slots are asked for before the wait, while that product still runs. The new key and value
+are never in the ring. One group of threads has them in registers and stores them in the cache; in
+the end they count as what one warp more has left.
+
+Positions are split between thread blocks where a head has more than one can hide, and then the last
+block to arrive adds up what all have left (`steps.kernels.parts.split_k_reduction`). How many
+blocks have work follows from the position, which lies in memory: a CUDA graph replays at every one.
+
+Lessons 9 (rings of cp.async), 11 (mma of float16), 10 (partial sums, arrival counters) and 14
+(launches that overlap) teach what it uses.
 """
 
 from __future__ import annotations
@@ -198,7 +187,7 @@ def kernel(
         """x[0 .. 7] of each thread of a group, by the root mean square of all of them, times eight
         weights."""
         if normed:
-            squares = dot(x, 0, eight_of(x, 0)[:4], eight_of(x, 0)[4:])
+            squares = dot(x, eight_of(x, 0)[:4], eight_of(x, 0)[4:])
             for step in range(butterfly_steps):
                 squares += shfl_xor(squares, 1 << step)
             by = rsqrt(squares * float32(1 / size) + epsilon)
@@ -308,12 +297,12 @@ def kernel(
                 else:
                     put(new, 0, load_shown(qkv, at, at, at, tag, patience)[:8])
             norm(new, w_query, epsilon)
-            rotate(new, 0, c, r)
+            rotate(new, c, r)
             for i in range(EIGHT):
                 new[i] *= scale
             if o < chunks:
                 at = int32((o >> butterfly_steps) * q_pitch + 4 * part)
-                store_u32x4(q, at, *as_halves(new, 0))
+                store_u32x4(q, at, *as_halves(new))
         cuda.syncthreads()
         for k in range(n_query):  # operand B: column n is query n, or zeros
             query[k] = 0
@@ -324,8 +313,8 @@ def kernel(
         # of threads with a query
         if split == 0:
             norm(key, w_key, epsilon)
-            rotate(key, 0, c, r)
-            new_key, new_value = as_halves(key, 0), as_halves(value, 0)
+            rotate(key, c, r)
+            new_key, new_value = as_halves(key), as_halves(value)
             if t < group_threads:
                 new_at = int64(p) * size + EIGHT * part
                 store_u32x4(cache, keys_at + new_at, *new_key)
@@ -337,7 +326,7 @@ def kernel(
                 n = int32((t + turn * THREADS) >> butterfly_steps)
                 of_query = int32(min(n, int32(queries - 1)))
                 w0, w1, w2, w3 = load_u32x4(q, of_query * q_pitch + 4 * part)
-                score = dot(key, 0, four_floats(w0, w1), four_floats(w2, w3))
+                score = dot(key, four_floats(w0, w1), four_floats(w2, w3))
                 for step in range(butterfly_steps):
                     score += shfl_xor(score, 1 << step)
                 if part == 0 and n < queries:

@@ -1,29 +1,21 @@
 """Residual and norm without a launch: the product before begins them, the product after ends them.
 
-What is new
-    A norm is x = h * r * weight, with one number r for a token. A product is linear, so r may come
-    behind it, as the scale of a token; and until then no thread block needs to know the whole row:
+A norm is x = h * r * weight, with one number r for a token. A product is linear, so r may come
+behind it, as the scale of a token; and until then no thread block needs to know the whole row:
 
-        product before    h += y | x = h * weight * s | partial sums of h^2, one a thread block
-        product after     a @ W^T of that x | * r / s, r of the partial sums | + bias
+    product before    h += y | x = h * weight * s | partial sums of h^2, one a thread block
+    product after     a @ W^T of that x | * r / s, r of the partial sums | + bias
 
-    Both are step 18's kernel with another end (`steps.kernels.decode.final_sum`). Each value of
-    h is one thread's. s keeps x within float16 whatever the size of the residual is: it is 1/64 of
-    the r of the norm before, which each thread adds up from the partial sums of that one.
-Why it should help
-    `add_and_norm` adds 2.1 us to a chain of products, 64 times a token. Here are left 0.1 us for a
-    barrier and the sums of h^2 behind it, and 0.1 for the partial sums of the norm before, 512
-    bytes a token, which arrive while A does. Expect 1.9 us less each time, 120 us of a token.
-What it costs
-    x has the rounding of float16 at another place, and its range. What the norm would give, at most
-    sqrt(K) * |weight|, is stored times g / 64, g = rms(h) / rms(h before). So with rows of 4096 and
-    weights up to 1 a residual may become 65504 times larger between two norms. What is stored below
-    2^-14 has fewer than 11 bits: with g = 1 values below 0.004, to within 2e-6.
-    Up to `MOST_TOKENS` tokens, as a thread's outputs must be of one token.
-Machine code
-    As step 18, with no more registers than leave attention room beside it; no atomics.
-Prerequisites
-    Step 18 and `add_and_norm`.
+Both are step 18's kernel with another end (`steps.kernels.decode.final_sum`). Each value of h is
+one thread's. s keeps x within float16 whatever the size of the residual is: it is 1/64 of the r of
+the norm before, which each thread adds up from the partial sums of that one. These are asked for
+before A, or each warp would wait for them behind the weights of all SMs.
+
+**Range:** what the norm would give, at most sqrt(K) * |weight|, is stored times g / 64, g = rms(h)
+/ rms(h before). So with rows of 4096 and weights up to 1 a residual may become 65504 times larger
+between two norms. What is stored below 2^-14 has fewer than 11 bits: with g = 1 values below 0.004,
+to within 2e-6.
+Up to `MOST_TOKENS` tokens, as a thread's outputs must be of one token.
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
 """The embedding of tokens: rows of a quantized table, dequantized as they are looked up.
 
-What is new
-    A thread makes eight values of a row: 8 bytes of codes, of which it takes the lower or the upper
-    halves, the byte of fifth bits where there are any, a scale and a minimum. The fields of the
-    blocks lie in arrays of their own, so that every load is aligned.
-Why it should help
-    One token is 2.3 KB in and 16 KB out: nothing but latency, 0.7 us until the wait returns, 0.4
-    for the token, 0.8 for its row, which comes from memory. Expect 2.2 us, where plain torch needs
-    some fifteen launches.
-What it costs
-    A variant for each weight format.
-Machine code
-    LDG.E.64 of codes, STG.E.128 of values, I2F.
-Prerequisites
-    Steps 1 (blocks) and 14 (launches that overlap).
+A thread makes eight values of a row: 8 bytes of codes, of which it takes the lower or the upper
+halves, the byte of fifth bits where there are any, a scale and a minimum. The fields of the blocks
+lie in arrays of their own, so that every load is aligned.
 """
 
 from __future__ import annotations

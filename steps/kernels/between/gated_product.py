@@ -1,24 +1,13 @@
 """silu(gate) * up in the product that makes them, behind a deferred norm.
 
-What is new
-    A warp of step 18 has pairs of row tiles. Here a pair is one of gates and the same one of ups,
-    half of the matrix apart: two bulk copies for a slot, not one. So when a thread adds up the sums
-    of a gate, those of its up lie next to them in shared memory, and what it stores is the product:
+A warp of step 18 has pairs of row tiles. Here a pair is one of gates and the same one of ups, half
+of the matrix apart: two bulk copies for a slot, not one. So when a thread adds up the sums of a
+gate, those of its up lie next to them in shared memory, and what it stores is the product:
 
-        sums of all warps | * r / s of the token | silu(gate) * up | float16 [M, hidden]
+    sums of all warps | * r / s of the token | silu(gate) * up | float16 [M, hidden]
 
-    Weights stay packed as they are.
-Why it should help
-    `swiglu` adds 1.2 us to a chain of products, and 28672 outputs are stored and loaded once. Here
-    are left an exponential and a reciprocal of each second output, 0.1 us. Expect 1.1 us less in
-    each layer, 35 us of a token.
-What it costs
-    Twice as many bulk copies, of half the size: 1.1 KB of Q4_0. Thread blocks with an even number
-    of row tiles, and hidden features in multiples of 128, as tiles lie in groups of 8.
-Machine code
-    As step 18 with MUFU.EX2 and MUFU.RCP.
-Prerequisites
-    Step 18, `deferred_norm` and `swiglu`.
+Weights stay packed as they are. Thread blocks have an even number of row tiles, and there are
+multiples of 128 hidden features, as tiles lie in groups of 8.
 """
 
 from __future__ import annotations

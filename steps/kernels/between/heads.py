@@ -16,13 +16,13 @@ SIZES: Final = (16, 32, 64, 128, 256)
 
 
 @cuda.jit(device=True, forceinline=True)
-def rotate_neighbours(x, at, c, s):
-    """Rotary embedding of x[at .. at + 7] by cos c and sin s, whose sign is (-, +): of neighbours
+def rotate_neighbours(x, c, s):
+    """Rotary embedding of x[0 .. 7] by cos c and sin s, whose sign is (-, +): of neighbours
     (a, b) becomes (a cos - b sin, b cos + a sin)."""
     for i in range(0, EIGHT, 2):
-        a, b = x[at + i], x[at + i + 1]
-        x[at + i] = a * c[i] + b * s[i]
-        x[at + i + 1] = b * c[i + 1] + a * s[i + 1]
+        a, b = x[i], x[i + 1]
+        x[i] = a * c[i] + b * s[i]
+        x[i + 1] = b * c[i + 1] + a * s[i + 1]
 
 
 @cuda.jit(device=True, forceinline=True)

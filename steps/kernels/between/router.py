@@ -2,28 +2,19 @@
 
     h + y -> x = norm -> logits = x @ router^T -> softmax -> the largest k, over their sum
 
-What is new
-    Every thread block adds up the whole row, and has one expert. The norm is one factor r of a row,
-    so the sum of squares and the product with the router need not wait for each other: one barrier
-    for both, and the logit is r times the second. Weights of the norm and of the router are loaded
-    before the wait:
+Every thread block adds up the whole row, and has one expert. The norm is one factor r of a row, so
+the sum of squares and the product with the router need not wait for each other: one barrier for
+both, and the logit is r times the second. Weights of the norm and of the router are loaded before
+the wait:
 
-        norm weight, router | wait for the product | h, y | squares and product, barrier | logit
+    norm weight, router | wait for the product | h, y | squares and product, barrier | logit
 
-    As every block reads h, the sum h + y goes to another array, each block storing some of it. The
-    last block to arrive, as in step 10, chooses: a thread has an expert and counts those before it,
-    which is its rank. No sort, and no round after another.
-Why it should help
-    A norm, a product and a choice of their own are three launches, 7 us of a layer that takes 20.
-    Here are left 0.7 us until the wait returns, 0.6 for h and y, 0.4 for the sums, 0.8 for handing
-    over, 0.6 for the choice: expect 3 us.
-What it costs
-    Each block reads 12 KB of h and y from the L2, 1.5 MB for 128 experts. So it is for few tokens;
-    of a prompt torch multiplies, and `choose` is a launch behind it.
-Machine code
-    LDG.E.128 of all weights before ACQBULK, two BAR.SYNC before the logit is stored.
-Prerequisites
-    `add_and_norm` and `argmax`.
+As every block reads h, the sum h + y goes to another array, each block storing some of it. The last
+block to arrive, as in step 10, chooses: a thread has an expert and counts those before it, which is
+its rank. No sort, and no round after another.
+
+Each block reads 12 KB of h and y from the L2, 1.5 MB for 128 experts. So it is for few tokens; of a
+prompt torch multiplies, and `choose` is a launch behind it.
 """
 
 from __future__ import annotations
@@ -55,8 +46,6 @@ WARP: Final = 32
 FOUR: Final = 4
 LOWEST: Final = -(1 << 31)
 MOST_THREADS: Final = 512
-H200_EXPERTS: Final = (1,)
-"""Of a thread block: the first that divides them."""
 MOST_TOKENS: Final = 16
 """More read h and y so often that a product of their own is faster."""
 MOST_EXPERTS: Final = 1024
@@ -126,49 +115,40 @@ def choice(experts: int, chosen: int, threads: int, normed: bool) -> Any:
 @cache
 def kernel(
     threads: int, chunks: int, ragged: bool, of_y: str, of_x: str, experts: int, chosen: int,
-    normed: bool, each: int,
+    normed: bool,
 ) -> Any:  # fmt: skip
     """The kernel for rows of 8 * threads * chunks values, or, if ragged, of fewer; dtypes of y and
-    x; experts and how many of them a token has; whether their shares add up to 1; how many experts
-    a thread block has."""
+    x; experts and how many of them a token has; whether their shares add up to 1."""
     y_at, x_at, floats = OF_DTYPE[of_y], OF_DTYPE[of_x], OF_DTYPE["float32"]
     load, load_y, store, store_x = floats.load, y_at.load, floats.store, x_at.store
     warps, n_values = threads // WARP, EIGHT * chunks
     pick, places = choice(experts, chosen, threads, normed), padded(experts)
-    blocks, n_products, n_weights = experts // each, each * warps, each * n_values
 
     @cuda.jit(launch_bounds=(threads, 1))
     def route(h, y, weight, mean_of, epsilon, router, residual, x, ids, shares, logits, arrived):
         """residual = h + y, x = its norm, ids and shares of its experts, of float32 h[M, width] and
         y[M, width], see `launch`. router: float32 [experts, width]. logits: float32 [M, experts],
-        to work in; arrived: int32 [M], zero before and after. Grid: (experts / each, M)."""
+        to work in; arrived: int32 [M], zero before and after. Grid: (experts, M)."""
         griddepcontrol_launch_dependents()
         squares_of = cuda.shared.array(warps, float32)
-        products_of = cuda.shared.array(n_products, float32)
+        products_of = cuda.shared.array(warps, float32)
         values, best = cuda.shared.array(experts, float32), cuda.shared.array(chosen, float32)
         keys, before = cuda.shared.array(places, int32, alignment=16), cuda.shared.array(1, int32)
         v, w = cuda.local.array(n_values, float32), cuda.local.array(n_values, float32)
-        of_experts = cuda.local.array(n_weights, float32)
-        products, added = cuda.local.array(each, float32), cuda.local.array(EIGHT, float32)
+        of_expert, added = cuda.local.array(n_values, float32), cuda.local.array(EIGHT, float32)
         t, width = int32(cuda.threadIdx.x), int32(h.shape[1])
-        block, m = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        expert, m = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         row, first = int64(m) * width, int32(EIGHT * t)
         i = int32(0)
         while i < chunks:
             k = int32(first + i * (EIGHT * threads))
             if not ragged or k < width:
                 put(w, EIGHT * i, load(weight, k))
-                o = int32(0)
-                while o < each:
-                    at = int64(block * each + o) * width + k
-                    put(of_experts, o * n_values + EIGHT * i, load(router, at))
-                    o = int32(o + 1)
+                put(of_expert, EIGHT * i, load(router, int64(expert) * width + k))
             i = int32(i + 1)
         griddepcontrol_wait()
 
-        squares = float32(0)
-        for o in range(each):
-            products[o] = 0
+        squares, product = float32(0), float32(0)
         for i in range(chunks):
             k = int32(first + i * (EIGHT * threads))
             if not ragged or k < width:
@@ -177,34 +157,29 @@ def kernel(
                 for j in range(EIGHT * i, EIGHT * (i + 1)):
                     v[j] += added[j - EIGHT * i]
                     squares += v[j] * v[j]
-                    for o in range(each):
-                        products[o] += v[j] * w[j] * of_experts[o * n_values + j]
+                    product += v[j] * w[j] * of_expert[j]
         for r in range(5):
             squares += shfl_xor(squares, 1 << r)
-            for o in range(each):
-                products[o] += shfl_xor(products[o], 1 << r)
+            product += shfl_xor(product, 1 << r)
         if t & 31 == 0:
-            squares_of[t >> 5] = squares
-            for o in range(each):
-                products_of[o * warps + (t >> 5)] = products[o]
+            squares_of[t >> 5], products_of[t >> 5] = squares, product
         cuda.syncthreads()
         total = float32(0)
         for warp in range(warps):
             total += squares_of[warp]
         by = rsqrt(total * mean_of + epsilon)
         if t == 0:
-            for o in range(each):
-                logit = float32(0)
-                for warp in range(warps):
-                    logit += products_of[o * warps + warp]
-                store_f32(logits, m * experts + block * each + o, logit * by)
-            fence()  # of these alone: no other store of the block need be seen by the last one
+            logit = float32(0)
+            for warp in range(warps):
+                logit += products_of[warp]
+            store_f32(logits, m * experts + expert, logit * by)
+            fence()  # of this alone: no other store of the block need be seen by the last one
             before[0] = cuda.atomic.add(arrived, m, 1)
 
         # --- some of the row: every so many-th chunk
         for i in range(chunks):
             k = int32(first + i * (EIGHT * threads))
-            own = uint32(t + i * threads) % uint32(blocks) == uint32(block)
+            own = uint32(t + i * threads) % uint32(experts) == uint32(expert)
             if own and (not ragged or k < width):
                 store(residual, row + k, eight_of(v, EIGHT * i))
                 for j in range(EIGHT * i, EIGHT * (i + 1)):
@@ -212,7 +187,7 @@ def kernel(
                 store_x(x, row + k, eight_of(v, EIGHT * i))
 
         cuda.syncthreads()
-        if before[0] == blocks - 1:
+        if before[0] == experts - 1:
             fence()
             pick(logits, m * experts, values, keys, best, ids, shares, m, t)
             if t == 0:
@@ -237,15 +212,14 @@ def launch(
     chunks = ceil_div(width, threads * EIGHT)
     ragged = width < threads * chunks * EIGHT
     dtypes = dtype_name(y), dtype_name(x)
-    each = next(one for one in H200_EXPERTS if experts % one == 0)
-    run = kernel(threads, chunks, ragged, *dtypes, experts, chosen, normed, each)
+    run = kernel(threads, chunks, ragged, *dtypes, experts, chosen, normed)
     logits, arrived = (
         machine.empty((m, experts), np.float32),
         machine.array(np.zeros(m, np.int32)),
     )
     numbers = np.float32(1 / width), np.float32(epsilon)
     args = (h, y, weight, *numbers, router, residual, x, ids, shares, logits, arrived)
-    return Launch(run, (experts // each, m), (threads,), args, overlap=True)
+    return Launch(run, (experts, m), (threads,), args, overlap=True)
 
 
 CHOOSING_THREADS: Final = 128

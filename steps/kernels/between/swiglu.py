@@ -1,21 +1,8 @@
 """The gate of a feed-forward block: silu(gate) * up, for the product that comes next.
 
-What is new
-    It is the pass of `steps.kernels.parts.activations.gated` for any dtype on either side, and as a
-    launch that overlaps: with one token its fourteen thread blocks lie beside those of the product
-    before them, which are at their end, and the product after them is already resident.
-Why it should help
-    One token of 14336 values is 56 KB in and 28 KB out: nothing but latency. 0.7 us until the wait
-    returns, 0.4 for two loads that are in flight together, 0.3 for the store. Expect 1.5 us in a
-    chain, and 1 us less than the same pass without overlap. 512 tokens move 44 MB through the L2 at
-    6 TB/s: 7.5 us.
-What it costs
-    A launch. The product before it could write x itself, if gate and up of one feature were made by
-    one thread block.
-Machine code
-    Two LDG.E.128 and one STG.E.128 of float16, MUFU.EX2 and MUFU.RCP, no division.
-Prerequisites
-    Steps 5 (wide accesses) and 14 (launches that overlap).
+The pass of `steps.kernels.parts.activations.gated` for any dtype on either side, as a launch that
+overlaps: with one token its fourteen thread blocks lie beside those of the product before them,
+which are at their end, and the product after them is already resident.
 """
 
 from __future__ import annotations

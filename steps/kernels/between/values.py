@@ -33,16 +33,16 @@ def eight_of(x, at):
 
 
 @cuda.jit(device=True, forceinline=True)
-def dot(x, at, low, high):
-    """Of x[at .. at + 7] and eight values, low and high. Written out, so that no tuple is indexed
-    at run time, which would take local memory."""
-    whole = x[at] * low[0] + x[at + 1] * low[1]
-    whole += x[at + 2] * low[2]
-    whole += x[at + 3] * low[3]
-    whole += x[at + 4] * high[0]
-    whole += x[at + 5] * high[1]
-    whole += x[at + 6] * high[2]
-    return whole + x[at + 7] * high[3]
+def dot(x, low, high):
+    """Of x[0 .. 7] and eight values, low and high. Written out, so that no tuple is indexed at run
+    time, which would take local memory."""
+    whole = x[0] * low[0] + x[1] * low[1]
+    whole += x[2] * low[2]
+    whole += x[3] * low[3]
+    whole += x[4] * high[0]
+    whole += x[5] * high[1]
+    whole += x[6] * high[2]
+    return whole + x[7] * high[3]
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -59,8 +59,8 @@ def add_scaled(x, at, factor, low, high):
 
 
 @cuda.jit(device=True, forceinline=True)
-def as_halves(x, at):
-    """x[at .. at + 7] rounded to float16, in four words."""
-    first, second = floats_to_halves(x[at], x[at + 1]), floats_to_halves(x[at + 2], x[at + 3])
-    third, fourth = floats_to_halves(x[at + 4], x[at + 5]), floats_to_halves(x[at + 6], x[at + 7])
+def as_halves(x):
+    """x[0 .. 7] rounded to float16, in four words."""
+    first, second = floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3])
+    third, fourth = floats_to_halves(x[4], x[5]), floats_to_halves(x[6], x[7])
     return first, second, third, fourth

@@ -1,38 +1,29 @@
 """Few tokens times their experts: one launch streams the weights of the experts that ids name.
 
-What is new
-    Step 18 streams a matrix whose place is known when it is launched. Here ids on the GPU say which
-    matrices of E are read, by which tokens. Each thread block works that out for itself, in a
-    microsecond or less: it counts the tokens of each expert, adds the counts up, and has a list of
-    *groups*, an expert and up to eight tokens that chose it. Work is the same for every group, so
-    all thread blocks share it equally, and no host needs to know how many groups there are:
+Step 18 streams a matrix whose place is known when it is launched. Here ids on the GPU say which
+matrices of E are read, by which tokens. Each thread block works that out for itself, in a
+microsecond or less: it counts the tokens of each expert, adds the counts up, and has a list of
+*groups*, an expert and up to eight tokens that chose it. So a weight is read once however many
+tokens chose its expert. Work is the same for every group, so all thread blocks share it equally,
+and no host needs to know how many groups there are:
 
-        items           (group, pair of row tiles): thread block b of B has an equal share of them
-        steps of items  128 K of an item: warp w of W has an equal share of its thread block's
+    items           (group, pair of row tiles): thread block b of B has an equal share of them
+    steps of items  128 K of an item: warp w of W has an equal share of its thread block's
 
-            item       |      0      |      1      |      2      |
-            step       | 0 1 2 3 4 5 | 0 1 2 3 4 5 | 0 1 2 3 4 5 |
-            warp       | 0 0 0 0 1 1   1 1 2 2 2 2   3 3 3 3 ...
+        item       |      0      |      1      |      2      |
+        step       | 0 1 2 3 4 5 | 0 1 2 3 4 5 | 0 1 2 3 4 5 |
+        warp       | 0 0 0 0 1 1   1 1 2 2 2 2   3 3 3 3 ...
 
-    A warp writes the items that are its own. Of others it leaves its sums in shared memory, and
-    when all warps are done one of them adds these up, in the order of K.
-    A lies in shared memory: the rows of all tokens, or of the groups that the thread block has a
-    share of, two or three of them. An mma takes each of its columns from the row of another token.
-    Memory serves requests in their order, so A is asked for before the weights, and where the
-    launch before still writes it, after two stages of them. Where K is so long that these rows have
-    no room, those of a group come with its weights, in the same stage of the warp's ring.
-Why it should help
-    A weight is read once however many tokens chose its expert, and as many bytes are in flight as
-    in step 18. One token of 8 experts of 1536 x 2048 in Q4_0 is 14.2 MB: 3.4 us of an H200's
-    memory, and two until the first weights arrive, as ids come first.
-What it costs
-    The host knows how many groups there are at most, not how many there are: shared memory has
-    room for the rows of up to 24 tokens where 5 are usual. Which warps share an item depends on how
-    many groups there are. So a row of C has the same bits in every run, but not beside others.
-Machine code
-    UBLKCP and HMMA in the loop, no LDG; SHFL and ATOMS only before it.
-Prerequisites
-    Steps 14 (an equal share for every SM) and 18 (bulk copies, launches that overlap).
+A warp writes the items that are its own. Of others it leaves its sums in shared memory, and when
+all warps are done one of them adds these up, in the order of K. Which warps share an item depends
+on how many groups there are: a row of C has the same bits in every run, but not beside others.
+
+A lies in shared memory: the rows of all tokens, or of the groups that the thread block has a share
+of, two or three of them. An mma takes each of its columns from the row of another token. Memory
+serves requests in their order, so A is asked for before the weights, and where the launch before
+still writes it, after two stages of them. Where K is so long that these rows have no room, those of
+a group come with its weights, in the same stage of the warp's ring. The host knows how many groups
+there are at most: shared memory has room for the rows of up to 24 tokens where 5 are usual.
 """
 
 from __future__ import annotations

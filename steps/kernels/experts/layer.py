@@ -2,39 +2,28 @@
 
     h += o(a) | x = norm(h), router | choose S of E | gates, ups | h += downs | q, k, v of norm(h)
 
-What is new
-    Row tiles of the residual are shared out, a thread block an SM, and all of them run at once:
-    they show each other what they have, each value with its flag beside it
-    (`steps.kernels.parts.exchange`). Attention, a launch of its own, is in it too: it polls for
-    queries, keys and values beside the layer that makes them, and the layer behind it has asked for
-    its first weights when attention shows its output.
+Row tiles of the residual are shared out, a thread block an SM, and all of them run at once: they
+show each other what they have, each value with its flag beside it (`steps.kernels.parts.exchange`).
+Attention, a launch of its own, is in it too: it polls for queries, keys and values beside the layer
+that makes them, and the layer behind it has asked for its first weights when attention shows its
+output.
 
-        weights of o | a: o, h | all h: norm, router | all logits: choose | all gates: downs | ...
-                       shown     shown                                      shown
+    weights of o | a: o, h | all h: norm, router | all logits: choose | all gates: downs | ...
+                   shown     shown                                      shown
 
-    Every block adds up the squares of all of h and has a share of the router's rows, so norm and
-    router are one exchange. Every block chooses by itself: ids and shares go nowhere. There is no
-    ring. Each packed tile that a block reads has a place of its own in shared memory. A *unit* is
-    two of them and the A of each: the first and the second half of K of a row tile, a gate and its
-    up, or two experts. Each of an mma's two row tiles needs one of its first two columns
-    (`summed`). Weights of o come before attention has ended, those of experts when they are chosen,
-    and those of queries, keys and values where gates and ups were.
-Why it should help
-    A layer was norm, q with k and v, attention, o, router, gates with ups, downs: seven launches,
-    28.7 us on an H200, where weights take 8. What a launch hands over takes 2 us: 0.8 until it
-    begins, 0.6 for A, 0.6 for sums. An exchange takes 1.1. Expect 4 us for attention, 2 for o, 1
-    for the norm, 1 for the router and the choice, 7.6 for weights of experts with one exchange and
-    those of q, k and v with another: 15.7 us a layer.
-What it costs
-    All of that must fit into shared memory (`why_not`): of Qwen3 30B-A3B 4 bits do, 5 do not. All
-    blocks must be on the GPU at once: one that waits in vain gives up after some seconds, and the
-    residual is NaN. Polls are not for nothing. Where all threads poll, what they ask for fills the
-    way to the L2, and attention and the streams of weights of others wait behind it: one lane of a
-    warp polls first. So do weights: what is polled waits behind all that the SM has asked for.
-Machine code
-    UBLKCP and HMMA, LDG.E.STRONG.GPU for polls; no atomics, no fence.
-Prerequisites
-    `few`, `summed`, `router`; `steps.kernels.decode.low_rank` for the exchange.
+Every block adds up the squares of all of h and has a share of the router's rows, so norm and router
+are one exchange. Every block chooses by itself: ids and shares go nowhere. There is no ring. Each
+packed tile that a block reads has a place of its own in shared memory. A *unit* is two of them and
+the A of each: the first and the second half of K of a row tile, a gate and its up, or two experts.
+Each of an mma's two row tiles needs one of its first two columns (`summed`). Weights of o come
+before attention has ended, those of experts when they are chosen, and those of queries, keys and
+values where gates and ups were.
+
+All of that must fit into shared memory (`why_not`): of Qwen3 30B-A3B 4 bits do, 5 do not. All
+blocks must be on the GPU at once: one that waits in vain gives up after some seconds, and the
+residual is NaN. Where all threads poll, what they ask for fills the way to the L2, and attention
+and the streams of weights of others wait behind it: one lane of a warp polls first. So do weights:
+what is polled waits behind all that the SM has asked for.
 """
 
 from __future__ import annotations

@@ -2,32 +2,21 @@
 
     C[p] = A[p // S] @ dequantize(W[e])[N, K]^T         of each position p of expert e
 
-What is new
-    The kernel of `steps.kernels.prefill.wgmma_float16`, whose producer also finds its tile: the
-    positions of an expert are cut into tiles (`routing` has sorted them), and each thread block
-    counts the tiles of all experts, so that no list of them is made and the host knows nothing.
-    Rows of A lie in the same order (`sorted_rows`), so that a tensor map copies those of a tile.
+The kernel of `steps.kernels.prefill.wgmma_float16`, whose producer also finds its tile: the
+positions of an expert are cut into tiles (`routing` has sorted them), and each thread block counts
+the tiles of all experts, so that no list of them is made and the host knows nothing. Rows of A lie
+in the same order (`sorted_rows`), so that a tensor map copies those of a tile; C of a product that
+`leads` is in that order already.
 
-        offsets  0        300  300         520       positions of experts 0, 1, 2
-        tiles    [100][100][100] [110][110]          each times the tiles along N
+    offsets  0        300  300         520       positions of experts 0, 1, 2
+    tiles    [100][100][100] [110][110]          each times the tiles along N
 
-    An expert's tiles are alike, as few as can be, of at most 144 rows; where 128 are enough for
-    them, no more are multiplied. A box that reaches beyond a tile has rows of the next one: their
-    sums are not stored.
-Why it should help
-    A loop over experts has a launch and a rest of tiles for each. Here all SMs have equal work
-    until the end. Of 512 tokens and 128 experts with 8 chosen, 32 rows an expert, weights are read
-    once: 340 MB of Q4_0 in 85 us of an H200. Unpacking them takes longer: 830 cycles for 128 x 128
-    weights and 48 tokens, 130 us. Of 4096 tokens, 256 rows an expert, the products take 309 GFLOP,
-    and tiles of 128 or 144 rows multiply 1.07 times as many: 480 us at 690 TFLOPS.
-    "fast" is the same with int8: A with a scale a token, weights requantized with one a row, of
-    which step 15 tells. A stage of A is half as large, and a tile has half the cycles.
-What it costs
-    A pass that sorts A, of 134 MB at 4096 tokens, unless the product before has left it in order.
-Machine code
-    HGMMA, or IGMMA, with its A from registers, UTMALDG and UBLKCP in the producer, no spills.
-Prerequisites
-    Step 20, `routing`, `sorted_rows` and `scatter`.
+An expert's tiles are alike, as few as can be, of at most 144 rows; where 128 are enough for them,
+no more are multiplied. A box that reaches beyond a tile has rows of the next one: their sums are
+not stored.
+
+"fast" is the same with int8: A with a scale a token, weights requantized with one a row, of which
+step 15 tells. A stage of A is half as large, and a tile has half the cycles.
 """
 
 from __future__ import annotations

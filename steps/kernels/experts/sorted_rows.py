@@ -2,21 +2,15 @@
 
     out[places[S t + s]] = A[t]         for all slots s of token t
 
-What is new
-    A tile of a product has rows of one expert, and where these lie side by side a tensor map copies
-    them. So this pass puts a row where each expert that multiplies it reads it. On the way float32
-    becomes float16, and all dtypes int8 where products are "fast": codes and scales are those of
-    `steps.kernels.parts.activations.rows`. A warp has a row. It keeps the row in registers until
-    shuffles have found the largest, and stores it once for each slot.
-    C of a product that `leads` is in this order already: it needs no pass, or one in its own order.
-Why it should help
-    4096 tokens of 2048 float16 and 8 slots are 134 MB to write, 35 us of an H200, and int8 half of
-    that. A producer that gathers rows itself issues 64 copies of a warp for each stage of a tile,
-    of which there are as many as a row has tiles along N.
-What it costs
-    S times the memory of A. A row of more than `MOST_LOADS` x 128 values is read twice or more.
-Prerequisites
-    `routing`, step 15 (int8 with a scale a token) and 16 (a warp a row).
+A tile of a product has rows of one expert, and where these lie side by side a tensor map copies
+them. So this pass puts a row where each expert that multiplies it reads it. On the way float32
+becomes float16, and all dtypes int8 where products are "fast": codes and scales are those of
+`steps.kernels.parts.activations.rows`. A warp has a row. It keeps the row in registers until
+shuffles have found the largest, and stores it once for each slot; a row of more than `MOST_LOADS`
+x 128 values is read twice or more.
+
+A producer that gathers rows itself would need no pass, but issues 64 copies of a warp for each
+stage of a tile, of which there are as many as a row has tiles along N.
 """
 
 from __future__ import annotations

@@ -1,26 +1,17 @@
 """The weighted sum over a token's experts, in the product: for a single token.
 
-What is new
-    `few` leaves each product to another launch that adds them up. Here the reduction is longer
-    instead: an output is a sum over S experts of K each, and a thread block has 16 of them, with
-    all experts.
+`few` leaves each product to another launch that adds them up. Here the reduction is longer instead:
+an output is a sum over S experts of K each, and a thread block has 16 of them, with all experts.
 
-        C[n] = sum over s of router[s] * (W[ids[s], n] . A[s])
+    C[n] = sum over s of router[s] * (W[ids[s], n] . A[s])
 
-    An mma has eight columns and there is one token, so two experts share it: its two row tiles are
-    of experts s and s + 1, the same 16 rows of both, and of its columns 0 and 1, which are A of the
-    two slots, each row tile needs one.
-Why it should help
-    A launch less, 2 us, and no products in memory between. Weights of one token of 8 experts of
-    2048 x 768 in Q4_0 are 7.1 MB: 54 KB for each thread block, and a third of it may be asked for
-    before A is there, as ids are older than A.
-What it costs
-    As many thread blocks as row tiles: where an SM gets two and another one, half of the time one
-    of them waits (`suits`). Several tokens would be as many rounds of thread blocks.
-Machine code
-    As `few`, without ATOMS.
-Prerequisites
-    `few`.
+An mma has eight columns and there is one token, so two experts share it: its two row tiles are of
+experts s and s + 1, the same 16 rows of both, and of its columns 0 and 1, which are A of the two
+slots, each row tile needs one. A third of the weights may be asked for before A is there, as ids
+are older than A.
+
+There are as many thread blocks as row tiles: where an SM gets two and another one, half of the time
+one of them waits (`suits`). Several tokens would be as many rounds of thread blocks.
 """
 
 from __future__ import annotations

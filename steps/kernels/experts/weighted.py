@@ -1,19 +1,8 @@
 """The weighted sum over a token's experts: C[t] = sum over s of router[t, s] * y[t, s].
 
-What is new
-    A thread has four outputs of a token, or eight of 16 bits, and loads those of all its experts at
-    once, so that only one latency is seen. The order of the sum is that of s: the same bits in
-    every run.
-Why it should help
-    One token of 8 x 2048 float32 is 64 KB: nothing but latency, 1.5 us, of which the launch is
-    hidden behind the product before it. 64 tokens are 4 MB of the L2, 1 us.
-What it costs
-    A launch, and 8 bytes of each product in float32. 4096 tokens of 8 experts and 2048 outputs are
-    268 MB to write and to read; in 16 bits they are half.
-Machine code
-    LDG.E.128, no division.
-Prerequisites
-    Steps 5 (wide accesses) and 14 (launches that overlap).
+A thread has four outputs of a token, or eight of 16 bits, and loads those of all its experts at
+once, so that only one latency is seen. The order of the sum is that of s: the same bits in every
+run.
 """
 
 from __future__ import annotations
