@@ -9,14 +9,19 @@ than the instructions themselves. So each instruction gets a function of exactly
             ...
         )
         return r0 if type(r0) is int and -2147483648 <= r0 <= 2147483647 else result0(r0)
+
+Arithmetic on integers, half-precision bits among them, is remembered: lanes unpack the same few
+codes again and again.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from steps.simulator.c_types import UNCHANGED
 from steps.simulator.scheduler import Schedule
 from steps.simulator.twins import Twin
+
+_REMEMBERED = 1 << 16  # results of an instruction
 
 _TEXTS = {
     None: """
@@ -68,7 +73,13 @@ def call_of(twin: Twin) -> Callable:
     exec(text, names)
     call: Callable = names["call"]
     call.__name__ = call.__qualname__ = twin.name
-    return call
+    return lru_cache(_REMEMBERED)(call) if _is_arithmetic(twin) else call
+
+
+def _is_arithmetic(twin: Twin) -> bool:
+    """Whether its result depends on nothing but integers."""
+    integers = all("type({value}) is int" in UNCHANGED.get(cast, "") for cast in twin.casts)
+    return bool(twin.scope is None and twin.results and twin.casts and integers)
 
 
 def _cast(
