@@ -69,7 +69,7 @@ METRICS: Final[Mapping[str, tuple[str, float]]] = {
     ),
     "warps_active_per_sm": ("sm__warps_active.avg.per_cycle_active", 1),
     "shared_bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu.sum", 1),
-    # what `steps.simulator.trace` predicts: see tests/results/test_memory_counters.py
+    # what `steps.simulator.trace` predicts
     "global_load_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum", 1),
     "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", 1),
     "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum", 1),
