@@ -439,7 +439,7 @@ def load(
     file.require_all_read()
     return parts.Decoder(
         config if share is None else share.config,
-        parts.Embedding.of(rows, device, residual_dtype, do.embedding_rows),
+        parts.embedding_of(rows, device),
         layers,
         norm,
         output,

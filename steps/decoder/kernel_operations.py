@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from qformats import BLOCK
 from steps.compile.dry_run import DryRun, OfArrays, operands
 from steps.contract import Launch, Machine
 from steps.decoder import operations
@@ -30,7 +29,6 @@ from steps.kernels.between import (
     add_and_norm,
     argmax,
     attention,
-    embedding,
     rotary,
     router,
     swiglu,
@@ -94,7 +92,6 @@ class Kernels:
     def operations(self) -> Operations:
         return Operations(
             MODE,
-            self.embedding_rows,
             self.rms_norm,
             self.add_and_norm,
             self.route,
@@ -106,16 +103,6 @@ class Kernels:
             chains=Chains(self._launch),
             expert_layers=ExpertLayers(self._launch),
         )
-
-    def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:
-        given = [one.view(-1) for one in fields if one.numel()]
-        if not all(one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0 for one in fields):
-            return PLAIN.embedding_rows(ids, fields, zero_point)
-        d, m, _, qh = fields
-        rows = d.new_empty((ids.numel(), d.shape[1] * BLOCK), dtype=torch.float32)
-        flat = ids.reshape(-1)
-        self._launch(of_embedding, (flat, rows, *given), zero_point, m.numel() > 0, qh.numel() > 0)
-        return rows.view(*ids.shape, -1)
 
     def argmax_of_rows(self, logits: Tensor) -> Tensor:
         if logits.dtype is not torch.float32 or not takes(logits):
@@ -230,16 +217,6 @@ def of_prompt(queries: Tensor, cache: Tensor, first: int) -> Tensor:
     q = queries.view(batch, -1, queries.shape[1] // size, size).transpose(1, 2)
     k, v = cache[:, :, : first + q.shape[2]].split(twice // 2, 1)
     return operations.of_prompt(q, k, v).transpose(1, 2).reshape(queries.shape)
-
-
-def of_embedding(
-    zero_point: int, has_minimum: bool, has_fifth_bits: bool,
-    ids: Any, rows: Any, d: Any, *fields: Any, machine: Machine,
-) -> Launch:  # fmt: skip
-    rest = list(fields)
-    m = rest.pop(0) if has_minimum else None
-    qs, qh = rest.pop(0), rest.pop(0) if has_fifth_bits else None
-    return embedding.launch(ids, d, m, qs, qh, zero_point, rows)
 
 
 def of_argmax(logits: Any, found: Any, *, machine: Machine) -> Launch:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from steps.compile import parallel_compile
 from steps.compile.dry_run import Recipe
@@ -32,6 +31,7 @@ from steps.kernels.parts.activations.layouts import GATED
 from steps.nn import operator as operator
 from steps.nn.experts import PARTS, QuantExperts
 from steps.nn.linear import QuantLinear
+from steps.nn.rows import QuantEmbedding
 from steps.product.choice import Choice
 from steps.product.experts import ExpertsChoice, choose
 
@@ -314,40 +314,13 @@ def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
 # --- the model ------------------------------------------------------------------------------------
 
 
-class Embedding(nn.Module):
-    """An embedding table, dequantized row by row when it is looked up.
-
-    fields: the fields of the blocks, one tensor each, or one tensor of floats as the file has them.
-    dtype: of the rows. rows: `operations.embedding_rows`, perhaps compiled.
-    """
-
-    def __init__(self, fields: Sequence[Tensor], zero_point: int, dtype: Any, rows: Any) -> None:
-        super().__init__()
-        self.fields, self.zero_point = tuple(fields), zero_point
-        self.dtype, self._rows = dtype, rows
-
-    @classmethod
-    def of(cls, table: np.ndarray, device: Any, dtype: Any, rows: Any) -> Embedding:
-        """table: blocks [V, K/32] or floats [V, K]. Blocks of file formats become floats."""
-        if table.dtype.names and format_of(table).name not in WEIGHT_FORMATS:
-            table = format_of(table).dequantize(table)
-        if table.dtype.names is None:
-            floats = torch.from_numpy(np.array(table)).to(device)
-            return cls([floats], 0, dtype, rows)
-        fmt = format_of(table)
-        empty = np.empty(0, np.float16)
-        arrays = [
-            table[name] if name in (fmt.dtype.names or ()) else empty
-            for name in ("d", "m", "qs", "qh")
-        ]
-        fields = [torch.from_numpy(np.array(one)).to(device) for one in arrays]
-        return cls(fields, {"q4_0": 8, "q5_0": 16}.get(fmt.name, 0), dtype, rows)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[*ids, width] of ids, int64."""
-        if len(self.fields) == 1:
-            return self.fields[0][ids].to(self.dtype)
-        return self._rows(ids, self.fields, self.zero_point).to(self.dtype)
+def embedding_of(table: np.ndarray, device: Any) -> Any:
+    """The embedding of a table on a device: of blocks [V, K/32 or K/256] a `QuantEmbedding`, whose
+    rows are float32; of floats [V, K] torch's."""
+    if table.dtype.names is None:
+        return nn.Embedding.from_pretrained(torch.from_numpy(np.array(table)).to(device))
+    blocks = torch.from_numpy(np.array(table).view(np.uint8).reshape(len(table), -1))
+    return QuantEmbedding(blocks.to(device), format_of(table).name, torch.float32)
 
 
 @dataclass(slots=True)
@@ -450,12 +423,13 @@ class Part:
 
 
 class Decoder:
-    """A llama. cache_dtype: float16, or more in a reference."""
+    """A llama. embedding: see `embedding_of`. norm: of the logits; in the dtype of the residual.
+    cache_dtype: float16, or more in a reference."""
 
     def __init__(
         self,
         config: Config,
-        embedding: Embedding,
+        embedding: Any,
         layers: Sequence[Layer],
         norm: Tensor,
         output: Any,
@@ -577,7 +551,7 @@ class Decoder:
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
         parts, first = [], 0
         for some in ids.split(self._sizes(*ids.shape), 1):
-            h = self.embedding(some).reshape(-1, self.config.width)
+            h = self.embedding(some).to(self.norm.dtype).reshape(-1, self.config.width)
             position = cache.position + first if first else cache.position
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]

@@ -25,24 +25,6 @@ RECOMPILE_LIMIT: Final = 64
 """Shapes and dtypes that torch compiles a function for before it gives up; its default is 8."""
 
 
-def embedding_rows(ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:
-    """Rows of an embedding, float32 [*ids, K], of the fields of blocks (`model.Embedding`).
-
-    fields: d, m: float16 [V, K/32], m empty in formats without; qs: uint8 [V, K/32, 16], or int8
-    [.., 32]; qh: uint8 [V, K/32, 4], or empty.
-    """
-    d, m, qs, qh = (one[ids] if one.numel() else one for one in fields)
-    codes = qs if qs.shape[-1] == 32 else torch.cat((qs & 15, qs >> 4), -1)
-    codes = codes.to(torch.int32)
-    if qh.numel():
-        bit = torch.arange(32, device=ids.device, dtype=torch.int32)
-        codes = codes + ((qh.to(torch.int32)[..., bit >> 3] >> (bit & 7) & 1) << 4)
-    values = d.float()[..., None] * (codes - zero_point).float()
-    if m.numel():
-        values = values + m.float()[..., None]
-    return values.flatten(-2)
-
-
 def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
     """h / its root mean square * weight, for each row of h [M, width], in the given dtype."""
     return F.rms_norm(h, (h.shape[-1],), weight, epsilon).to(dtype)
@@ -181,7 +163,6 @@ class Operations(NamedTuple):
     """The functions of this module; `mode`: how they are run, for a record."""
 
     mode: str
-    embedding_rows: Callable[..., Tensor] = embedding_rows
     rms_norm: Callable[..., Tensor] = rms_norm
     add_and_norm: Callable[..., tuple[Tensor, Tensor]] = add_and_norm
     route: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = route

@@ -4,9 +4,6 @@ A thread makes eight neighbouring values. They lie in one group of one block, so
 are worked out once, by the device functions of step 1, which know every format. Values are rounded
 to the dtype of the rows and stored 16 bytes at a time; a warp stores 512 bytes in a row, or 1 KB of
 float32. A matrix takes about as long as its stores.
-
-The decoder's own `embedding` reads fields that lie apart, eight bytes of codes at once, and knows
-the five weight formats alone.
 """
 
 from __future__ import annotations

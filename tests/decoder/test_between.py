@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from qformats import WEIGHT_FORMATS
 from results.measure.models import one_gpu as bench
 from steps.compile.compiler import signature_of
 from steps.compile.dry_run import OfArrays
@@ -26,8 +25,8 @@ from steps.decoder.compare import checks
 from steps.decoder.model import (
     Concatenated,
     Decoder,
-    Embedding,
     Greedy,
+    embedding_of,
     generate,
     step_products,
     torch_products,
@@ -89,7 +88,7 @@ def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) 
     # a prompt and two tokens
     assert launched.count("rotary") == layers
     assert launched.count("attention") == 2 * layers
-    assert launched.count("embedding") == launched.count("argmax") == 3
+    assert launched.count("argmax") == 3
     assert launched.count("swiglu") == 3 * layers
     assert launched.count("add_and_norm") == 3 * (2 * layers + 1)
 
@@ -234,7 +233,7 @@ def test_chains_in_a_decoder(chained_layers: Any, tmp_path: Any) -> None:
         cache = model.cache(1, 4)
         chained_layers.launched.clear()
         found.append([model.step(torch.tensor([token]), cache) for token in (3, 5)])
-        names = [name for name, *_ in chained_layers.launched if name != "embedding"]
+        names = [name for name, *_ in chained_layers.launched]
         if one is do:
             of_layers = ["attention", "chain"] * 2
             assert names == ["add_and_norm", "decode_bulk", *of_layers, "decode_bulk"] * 2
@@ -432,7 +431,7 @@ def drawn_llama(name: str, layers: int, device: Any) -> Decoder:
     config = replace(bench.LLAMA_3_8B, layers=layers, vocabulary=4096)
     do, drawn = between.Kernels().operations(), bench.Weights(config, name, device, "exact")
     table = bench.random_blocks(name, config.vocabulary, config.width, drawn.rng)
-    rows = Embedding.of(table, device, torch.float32, do.embedding_rows)
+    rows = embedding_of(table, device)
     output = drawn.last.product(config.vocabulary, 0, True)
     return drawn.decoder(rows, do, lambda _, one, n, i: one.product(n, i), output)
 
@@ -523,18 +522,6 @@ def test_the_likeliest_token_on_a_gpu(cuda: Any, count: int) -> None:
     for _ in range(3):
         logits = torch.randn((16, count), device=cuda, generator=made)
         assert torch.equal(do.argmax_of_rows(logits), logits.argmax(-1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_embeddings_on_a_gpu(cuda: Any, name: str) -> None:
-    table = bench.random_blocks(name, 300, 4096, np.random.default_rng(0))
-    ids = torch.tensor([[0, 299, 17]], device=cuda)
-    found, wanted = (
-        Embedding.of(table, cuda, torch.float32, one.embedding_rows)(ids)
-        for one in (between.Kernels().operations(), operations.PLAIN)
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.gpu

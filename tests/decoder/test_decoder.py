@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qformats import WEIGHT_FORMATS, dequantize
+from qformats import dequantize
 from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
 from steps.checks.select import UsageError
@@ -98,16 +98,14 @@ def test_parts_of_a_head_may_stay_and_angles_be_divided() -> None:
     )
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_rows_of_an_embedding_are_what_their_blocks_say(name: str) -> None:
-    table = bench.random_blocks(name, 11, 64, np.random.default_rng(1))
-    assert 0.5 < dequantize(table).std() / bench.WEIGHT < 2
-    made = parts.Embedding.of(table, "cpu", torch.float32, operations.embedding_rows)
-    ids = torch.tensor([[3, 10, 0], [5, 5, 1]])
-    np.testing.assert_array_equal(made(ids).numpy(), dequantize(table)[ids.numpy()])
-    assert sum(one.nbytes for one in made.fields) == table.nbytes
-    floats = parts.Embedding.of(dequantize(table), "cpu", torch.float64, operations.embedding_rows)
-    np.testing.assert_array_equal(floats(ids).numpy(), dequantize(table)[ids.numpy()])
+def test_an_embedding_is_the_blocks_or_the_floats_of_a_file() -> None:
+    table = bench.random_blocks("q4_1", 11, 64, np.random.default_rng(1))
+    values, ids = dequantize(table), torch.tensor([[3, 10, 0], [5, 5, 1]])
+    for given in (table, values, values.astype(np.float16)):
+        made = parts.embedding_of(given, "cpu")
+        rows = dequantize(given) if given is table else given
+        np.testing.assert_array_equal(made(ids).numpy(), rows[ids.numpy()])
+        assert sum(one.nbytes for one in made.state_dict().values()) <= given.nbytes + 32
 
 
 def test_operations_between_products_are_compiled_whole(tiny: Any, monkeypatch: Any) -> None:

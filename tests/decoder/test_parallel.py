@@ -18,7 +18,7 @@ from results.measure.models import one_gpu as bench
 from results.measure.models import several_gpus as bench_parallel
 from steps.cli.main import main
 from steps.decoder import files, operations, parallel
-from steps.decoder.model import Config, Embedding, step_products
+from steps.decoder.model import Config, embedding_of, step_products
 from steps.nn import all_reduce
 from tests.decoder import parallel_cases
 from tests.nn.ranks import run_on_ranks
@@ -297,7 +297,7 @@ def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: 
     monkeypatch.setattr(parallel.Ranks, "sums", SimpleNamespace(how="fake"), raising=True)
     monkeypatch.setattr(parallel.Ranks, "group", None)
     sizes = config(kv=2, hidden=256, vocabulary=1001)
-    embedding = Embedding.of(np.zeros((4, 256), np.float32), "cpu", torch.float32, None)
+    embedding = embedding_of(np.zeros((4, 256), np.float32), "cpu")
     rest = sizes, "q4_0", operations.PLAIN, embedding
     for ranks, part in ((None, 1), (parallel.Ranks(1, 2, cpu), 2)):
         made = bench_parallel.model(*rest, ranks)

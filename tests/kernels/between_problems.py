@@ -24,7 +24,6 @@ from steps.kernels.between import (
     argmax,
     attention,
     deferred_norm,
-    embedding,
     gated_product,
     rotary,
     router,
@@ -492,28 +491,6 @@ def rotary_problem(
             qkv, kept.array, position, cos, sin, queries.array, head_norms
         ),
         check, [queries, kept], [qkv, position, cos, sin],
-    )  # fmt: skip
-
-
-def embedding_problem(format_name: str, ids: list[int], width: int) -> Problem:
-    fmt, count = FORMATS[format_name], 40
-    blocks = Product(1, count, width, format_name).blocks
-    rows, tokens = Output((len(ids), width), "float32"), np.array(ids)
-    names = blocks.dtype.names or ()
-    d, m, qs, qh = (
-        np.ascontiguousarray(blocks[name]).reshape(-1) if name in names else None
-        for name in ("d", "m", "qs", "qh")
-    )
-    zero_point = {"q4_0": 8, "q5_0": 16}.get(format_name, 0)
-
-    def check() -> None:
-        right = fmt.dequantize(blocks)[ids].astype(np.float64)
-        close(rows.array, right, 4 * U * np.abs(right).max(), "float32")
-
-    inputs = [one for one in (tokens, d, m, qs, qh) if one is not None]
-    return Problem(
-        lambda machine: embedding.launch(tokens, d, m, qs, qh, zero_point, rows.array),
-        check, [rows], inputs,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats import FORMATS, WEIGHT_FORMATS
+from qformats import FORMATS
 from qformats.repack import tiles
 from reference import Problem as Product
 from reference.limits import nmse
@@ -21,7 +21,6 @@ from tests.kernels.between_problems import (
     argmax_problem,
     attention_problem,
     choice_problem,
-    embedding_problem,
     factor,
     gated_problem,
     norm_problem,
@@ -346,12 +345,6 @@ def test_splits_fill_the_gpu(batch: int, kv: int, length: int, splits: int) -> N
 )
 def test_prompts_are_rotated(of: Heads, tokens: int, of_qkv: str, normed: bool) -> None:
     rotary_problem(of, tokens, of_qkv, normed).run(Simulator(tokens))
-
-
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("width", [32, 1056])
-def test_embeddings_of_every_format(name: str, width: int) -> None:
-    embedding_problem(name, [3, 39, 0, 3], width).run(Simulator(1))
 
 
 @pytest.mark.parametrize(("m", "count"), [(1, 1), (3, 77), (2, 4096), (1, 4100), (2, 20001)])

@@ -23,7 +23,8 @@ from steps.blocks.chained import multiplies_twice
 from steps.checks.cases import routing
 from steps.contract import FLOATS, Family, Kernel, Launch, Work, array_dtype
 from steps.driver.machines import Simulator
-from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
+from steps.kernels import rows as embeddings
+from steps.kernels.between import add_and_norm, argmax, attention, rotary, swiglu
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product.choice import Choice
 from steps.registry import ladder
@@ -263,19 +264,14 @@ def test_norms_of_a_large_array() -> None:
 
 
 @pytest.mark.parametrize("name", ["q5_1", "q8_0"])
-def test_embeddings_of_a_large_table_and_prompt(name: str) -> None:
+def test_rows_of_a_large_table_and_prompt(name: str) -> None:
     rng, width = np.random.default_rng(0), 64
-    count = LARGE // width * 2 + 1  # bytes of 4-bit codes, and so elements of rows
-    blocks = quantize(_normal(rng, 1, width), name)
+    count = LARGE // width * 2 + 1
+    w = quantize(_normal(rng, 1, width), name).view(np.uint8).reshape(-1)
     want, rows = np.zeros((1, width), np.float32), mapped((count, width), np.float32)
-    fields = [
-        np.ascontiguousarray(blocks[field]).reshape(-1) if field in blocks.dtype.names else None
-        for field in ("d", "m", "qs", "qh")
-    ]
-    large = [None if one is None else at_last(one, count * one.size) for one in fields]
     ids = at_last(np.array([count - 1]), count)
-    Simulator().run(embedding.launch(np.zeros(1, np.int64), *fields, 0, want))
-    LastBlocks().last(embedding.launch(ids, *large, 0, rows))
+    Simulator().run(embeddings.launch(name, w, want, np.zeros(1, np.int64)))
+    LastBlocks().last(embeddings.launch(name, at_last(w, count * w.size), rows, ids))
     assert want.any()
     np.testing.assert_array_equal(rows[-1:], want)
 

@@ -37,13 +37,13 @@ from steps.decoder.model import (
     CapturedGraph,
     Config,
     Decoder,
-    Embedding,
     Greedy,
     Layer,
     Mixture,
     Plain,
     Product,
     StepExperts,
+    embedding_of,
     nn,
     torch,
 )
@@ -160,7 +160,7 @@ class Weights:
 
     def decoder(
         self,
-        embedding: Embedding,
+        embedding: Any,
         operations: Operations,
         make: Callable[[str, Drawn, int, int], Any],
         output: Any,
@@ -214,7 +214,7 @@ def models(
     """(our decoder, the float16 baseline); they share embedding and norms."""
     drawn, count = Weights(config, format_name, device), config.vocabulary
     table = random_blocks(format_name, count, config.width, drawn.rng)
-    embedding = Embedding.of(table, device, torch.float32, operations.embedding_rows)
+    embedding = embedding_of(table, device)
     rest, mixed = (embedding, operations), config.experts > 0
     grouped = [drawn.grouped(i) for i in range(COPIES if mixed else 0)]
     return (

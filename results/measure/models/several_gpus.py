@@ -20,7 +20,7 @@ import numpy as np
 
 from results.measure.loop import Timing, ratio
 from results.measure.models import one_gpu
-from steps.decoder.model import LLAMA_3_8B, Config, Decoder, Embedding, torch
+from steps.decoder.model import LLAMA_3_8B, Config, Decoder, embedding_of, torch
 from steps.decoder.operations import Operations
 from steps.decoder.parallel import Ranks, Summed
 
@@ -37,7 +37,7 @@ def model(
     config: Config,
     format_name: str,
     operations: Operations,
-    embedding: Embedding,
+    embedding: Any,
     ranks: Ranks | None = None,
 ) -> Decoder:
     """A decoder of random weights on the current GPU: this rank's share, or, without ranks, all."""
@@ -115,8 +115,7 @@ def of_model(
     rng = np.random.default_rng(1)
     table = one_gpu.random_blocks(format_name, one_gpu.DRAWN, config.width, rng)
     table = table[np.arange(config.vocabulary) % one_gpu.DRAWN]
-    rest = torch.device("cuda"), torch.float32, operations.embedding_rows
-    embedding = Embedding.of(table, *rest)
+    embedding = embedding_of(table, "cuda")
     shared = model(config, format_name, operations, embedding, ranks)
     whole = model(config, format_name, operations, embedding) if ranks.rank == 0 else None
     tell(f"{name}: {torch.cuda.memory_allocated() / 1e9:.1f} GB: the whole model and a share")

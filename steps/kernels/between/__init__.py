@@ -7,7 +7,6 @@
     swiglu          silu(gate) * up
     gated_product   the same at few tokens without a launch, in the product of gates and ups
     chain           all products from one attention to the next, and their norms, in one launch
-    embedding       rows of a quantized table
     argmax          the largest logit of each row
     router          add_and_norm, and which experts a token goes to
 
