@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 torch = operator.torch
 F = torch.nn.functional
 
-PARTS: Final = 512
-"""A row of logits is searched in at most so many parts."""
 RECOMPILE_LIMIT: Final = 64
 """Shapes and dtypes that torch compiles a function for before it gives up; its default is 8."""
 
@@ -147,16 +145,8 @@ def of_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def argmax_of_rows(logits: Tensor) -> Tensor:
-    """Index of the largest of each row, int64 [B], of logits [B, V].
-
-    It searches parts of a row, then the largest of each part: torch's own search of a whole row is
-    one thread block's work, 26 us for 128256 logits on an H200.
-    """
-    batch, count = logits.shape
-    parts = next(one for one in range(PARTS, 0, -1) if count % one == 0)
-    best, index = logits.view(batch, parts, -1).max(-1)
-    part = best.argmax(-1, keepdim=True)
-    return (part * (count // parts) + index.gather(1, part))[:, 0]
+    """Index of the largest of each row, int64 [B], of logits [B, V]."""
+    return logits.argmax(-1)
 
 
 class Operations(NamedTuple):

@@ -5,12 +5,9 @@
     merged = merge_adapters(model, into="q8_0")                 # or "float"
 
 `fused` has PEFT put a layer of this project on quantized ones (`steps.nn.lora`): with up to 16
-tokens the product and the low-rank term are one launch. Without it adapters work the same, by
-PEFT's own forward: three products of torch beside the layer's.
-
-On an H200, in CUDA graphs, a layer of 4096 x 4096 in Q4_0 with an adapter of rank 16 takes 1.4
-times as long as alone at one token, 1.3 times at eight; by PEFT's own forward 5.6 and 5.8 times
-(results/nvidia-h200/adapters.json).
+tokens the product and the low-rank term are one launch. On an H200, in CUDA graphs, a layer of
+4096 x 4096 in Q4_0 with an adapter of rank 16 then takes 1.4 times as long as alone at one token;
+by PEFT's own forward, without `fused`, 5.6 times (results/nvidia-h200/adapters.json).
 
 PEFT's own `merge_and_unload` writes to the weights, which raises: blocks cannot be written to.
 """

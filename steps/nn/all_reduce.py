@@ -1,11 +1,10 @@
 """Sums over the ranks of a process group: by symmetric memory where that is faster, else by the
 group's own library.
 
-A token's sum is a few KB, for which NCCL takes longer to begin than to add. A one-shot all-reduce
-is one kernel: each GPU copies its values where the others can read them, waits for theirs and adds
-up all of them. It reads (ranks - 1) times the bytes, so it is used for small sums only. torch has
-that kernel for float32, over memory that the GPUs of one host map from each other
-(`torch.distributed._symmetric_memory`). It goes into a CUDA graph.
+A token's sum is a few KB, for which NCCL takes longer to begin than to add. torch's one-shot
+all-reduce of float32 is one kernel over memory that the GPUs of one host map from each other
+(`torch.distributed._symmetric_memory`): each copies its values there, waits for the others' and
+adds up all of them. It reads (ranks - 1) times the bytes, so it is used for small sums only.
 
 Large sums of two GPUs are an exchange: each copies its values into memory of the other and adds
 what it got to its own. Nothing moves fewer bytes. Copy engines do it, so the SMs are free to

@@ -15,9 +15,8 @@ Memory. On a GPU the Parameters are the packed weights. The blocks, which a stat
 host memory: each rank keeps its rows. On a CPU the Parameters are the blocks, and of an embedding
 they are everywhere. Experts are refused.
 
-State dicts have `blocks` as a DTensor of all rows, as they have other parameters; on a GPU they are
-copies there. So `torch.distributed.checkpoint.state_dict` saves and loads shares or whole ones, and
-a whole one fits the layers of a model on one device.
+State dicts have `blocks` as a DTensor of all rows, as they have other parameters (on a GPU copies
+there), so `torch.distributed.checkpoint.state_dict` saves and loads shares or whole ones.
 """
 
 from __future__ import annotations

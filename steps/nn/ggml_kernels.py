@@ -4,14 +4,12 @@
 
     register()                      # before from_pretrained(..., gguf_file="model.gguf")
 
-transformers has no such kernels for CUDA, and without them makes float weights of the whole file.
-Registered, its `GgufLinear`, `GgufEmbedding` and `GgufExperts` keep the file's blocks and call what
-is here, on a GPU and on a CPU.
+Registered, transformers' `GgufLinear`, `GgufEmbedding` and `GgufExperts` keep the file's blocks and
+call what is here, on a GPU and on a CPU; without kernels it makes float weights of the whole file.
 
-They keep the blocks themselves, and call `mul_mat_vec` for up to 8 tokens. Its kernels read packed
-weights, which are made at the first call and kept as long as the blocks: a GPU then has both, and
-more tokens take a float matrix at each call. `steps.nn.gguf.use_gguf` makes `QuantLinear` of these
-layers, which have the packed weights alone, for any number of tokens.
+They call `mul_mat_vec` for up to 8 tokens, whose packed weights are made at the first call and kept
+as long as the blocks: a GPU then has both, and more tokens take a float matrix at each call.
+`steps.nn.gguf.use_gguf` makes `QuantLinear` of these layers, which have the packed weights alone.
 """
 
 from __future__ import annotations

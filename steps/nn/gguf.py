@@ -10,24 +10,20 @@
 transformers has two loaders of GGUF files. The older one makes float weights of all of the file.
 The newer one, for a few architectures, leaves blocks packed where kernels are registered
 (`steps.nn.ggml_kernels`), else makes floats too. After either, `use_gguf` gives every linear layer,
-embedding and set of experts the blocks that the file has for it. Nothing is quantized again: a
-layer's weights are those of the file, and products are as exact as the kernels are.
+embedding and set of experts the blocks that the file has for it. Nothing is quantized again.
 
-Which tensor belongs to which module is transformers' own mapping of names, orders of rows and
-orders of columns (a llama's queries and keys, Qwen 3.5's values). It is not trusted: the blocks'
-values must be those that the module has.
+Which tensor belongs to which module is transformers' own mapping of names, orders of rows and of
+columns. It is not trusted: the blocks' values must be those that the module has.
 
 Memory. On the host blocks are pages of the file, mapped; those in another order of rows are a copy.
-On a GPU a linear layer has them as its kernels read them, an embedding and experts as they are. A
-matrix that is the embedding and the output layer, too, is there in both ways. A module's floats are
-freed when the next one is looked at.
+A matrix that is the embedding and the output layer, too, is on a GPU in both ways. A module's
+floats are freed when the next one is looked at.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -141,14 +137,6 @@ def use_gguf(
 def _is_quantized(tensor: FileTensor) -> bool:
     """Of blocks, those that no codec here reads, too."""
     return tensor.type in FORMATS or tensor.type not in READABLE
-
-
-def _require_taken(tensor: FileTensor) -> None:
-    if tensor.type not in TAKEN:
-        raise _Stays(
-            f"{tensor.name} is {tensor.type}, which no kernel takes: QuantLinear.from_float "
-            "quantizes the module's floats to another format"
-        )
 
 
 # --- which tensors of the file a parameter is made of ---------------------------------------------
@@ -323,11 +311,8 @@ def _same(weight: Tensor, blocks: Tensor, format: str, inputs: Tensor | None = N
     return True
 
 
-@dataclass
-class _Weight:
-    """A parameter under all its names, (module, attribute)."""
-
-    names: list[tuple[str, str]] = field(default_factory=list)
+_Names = list[tuple[str, str]]
+"""A parameter under all its names, (module, attribute)."""
 
 
 class _Stays(Exception):
@@ -356,31 +341,28 @@ class _Replacing:
         self.kept: list[tuple[str, str]] = []
 
     def run(self) -> Blocks:
-        for weight in self._weights():
+        for names in self._weights():
             try:
-                self._replace(weight)
+                self._replace(names)
             except _Stays as why:
-                self.kept += [
-                    (name, str(why)) for name in dict.fromkeys(n for n, _ in weight.names)
-                ]
+                self.kept += [(name, str(why)) for name in dict.fromkeys(n for n, _ in names)]
         used = {name for one in self.taken for name in one.tensors}
         blocks = [name for name, one in self.found.items() if _is_quantized(one)]
         unused = tuple(shown(name) for name in blocks if name not in used)
         return Blocks(self.path, tuple(self.taken), tuple(self.kept), unused)
 
-    def _weights(self) -> Iterator[_Weight]:
+    def _weights(self) -> list[_Names]:
         """Those of linear layers, embeddings and experts; tied ones together. Of experts the first
         parameter stands for both. None of them is held while it is looked at."""
-        found: dict[int, _Weight] = {}
+        found: dict[int, _Names] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             if self._is_experts(module):
-                found.setdefault(id(module), _Weight()).names.append((name, EXPERTS[0]))
+                found.setdefault(id(module), []).append((name, EXPERTS[0]))
             elif isinstance(module, QuantLinear | QuantEmbedding):  # has blocks already
                 continue
             elif isinstance(module, nn.Linear | nn.Embedding) or self._is_packed(module):
-                one = found.setdefault(id(module.weight), _Weight())
-                one.names.append((name, "weight"))
-        yield from found.values()
+                found.setdefault(id(module.weight), []).append((name, "weight"))
+        return [*found.values()]
 
     def _is_packed(self, module: Any) -> bool:
         return isinstance(module, (self.packed.GgufLinear, self.packed.GgufEmbedding))
@@ -389,57 +371,39 @@ class _Replacing:
         given = [module._parameters.get(name) for name in EXPERTS]
         return all(one is not None and one.ndim == 3 for one in given)
 
-    def _replace(self, weight: _Weight) -> None:
-        modules = [self.model.get_submodule(name) for name, _ in weight.names]
+    def _replace(self, names: _Names) -> None:
+        modules = [self.model.get_submodule(name) for name, _ in names]
         for module in modules:
             if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                 raise _Stays("it has hooks, which the new one would not have")
         if self._is_experts(modules[0]):
-            made, sources = self._experts(weight.names[0][0], modules[0])
-            new, before = (
-                [made] * len(modules),
-                sum(getattr(modules[0], one).nbytes for one in EXPERTS),
-            )
+            made, sources = self._experts(names[0][0], modules[0])
+            new = [made] * len(modules)
+            before = sum(getattr(modules[0], one).nbytes for one in EXPERTS)
         else:
-            source = self._source(weight)
-            sources, before = [source], modules[0].weight.nbytes
-            blocks = self._checked(modules[0], source)
-            layers: dict[int, Any] = {}
-            for module in modules:
-                if id(module) not in layers:
-                    layers[id(module)] = self._made(module, source, blocks)
+            source, weight = self._source(names), modules[0].weight
+            sources, before = [source], weight.nbytes
+            blocks = _checked(weight, source, self._is_packed(modules[0]))
+            of = {id(module): module for module in modules}
+            layers = {key: self._made(module, source, blocks) for key, module in of.items()}
             new = [layers[id(module)] for module in modules]
         arrays = {array.data_ptr(): array for one in new for array in _arrays_of(one)}
         after = sum(one.nbytes for one in arrays.values())
-        for (name, _), one, module in zip(weight.names, new, modules, strict=True):
+        for (name, _), one, module in zip(names, new, modules, strict=True):
             parent, _, last = name.rpartition(".")
             setattr(self.model.get_submodule(parent), last, one.train(module.training))
         parts = tuple(one.tensor.name for one in sources)
         formats = tuple(dict.fromkeys(one.tensor.type for one in sources))
-        names = ", ".join(dict.fromkeys(name for name, _ in weight.names))
-        self.taken.append(Taken(names, parts, formats, before, after))
+        said = ", ".join(dict.fromkeys(name for name, _ in names))
+        self.taken.append(Taken(said, parts, formats, before, after))
 
-    def _source(self, weight: _Weight) -> _Source:
+    def _source(self, names: _Names) -> _Source:
         """The tensor of a weight; ValueError where there is none with blocks."""
-        for name, attribute in weight.names:
+        for name, attribute in names:
             found = self.sources.get(f"{name}.{attribute}")
             if found is not None and len(found) == 1:
                 return found[0]
         raise _Stays("the file has no blocks for it that transformers maps to its name")
-
-    def _checked(self, module: Any, source: _Source) -> Tensor:
-        """The blocks of a source, which are what the module has."""
-        weight, format = module.weight, source.tensor.type
-        _require_taken(source.tensor)
-        blocks = source.blocks()
-        if self._is_packed(module):
-            if not torch.equal(blocks, weight.detach().cpu()):
-                raise _Stays(f"its blocks are not those of {source.tensor.name}")
-            return blocks
-        _require_values(weight, source, source.tensor.shape)
-        if not _same(weight.detach(), blocks, format, source.inputs):
-            raise _Stays(f"its values are not those of {source.tensor.name}")
-        return blocks
 
     def _made(self, module: Any, source: _Source, blocks: Tensor) -> Any:
         format, device = source.tensor.type, module.weight.device
@@ -465,23 +429,13 @@ class _Replacing:
             raise _Stays(
                 "the file has no blocks for gates, ups and downs that transformers maps to it"
             )
-        for one in sources:
-            _require_taken(one.tensor)
         gate_up, down = (getattr(module, part).detach() for part in EXPERTS)
-        half = gate_up.shape[1] // 2
-        device = gate_up.device
-        given = [(one.blocks(), one.tensor.type) for one in sources]
-        parts = (gate_up[:, :half], gate_up[:, half:], down)
+        parts, device = (*gate_up.chunk(2, 1), down), gate_up.device
         is_packed = isinstance(module, self.packed.GgufExperts)
-        for part, source, (blocks, format) in zip(parts, sources, given, strict=True):
-            if is_packed:
-                equal = torch.equal(blocks, part.cpu())
-            else:
-                _require_values(part, source, source.tensor.shape)
-                equal = _same(part, blocks, format)
-            if not equal:
-                raise _Stays(f"its values are not those of {source.tensor.name}")
-        gates, ups, downs = given
+        gates, ups, downs = (
+            (_checked(part, source, is_packed), source.tensor.type)
+            for part, source in zip(parts, sources, strict=True)
+        )
         accuracy = self.options["accuracy"]
         made = QuantExperts(gates, ups, downs, module.act_fn, accuracy=accuracy)
         if not is_packed:
@@ -489,14 +443,29 @@ class _Replacing:
         return made.to(device), sources
 
 
-def _require_values(weight: Tensor, source: _Source, shape: Sequence[int]) -> None:
-    if weight.is_meta:
-        raise _Stays("it is on the meta device, without values")
-    if weight.dtype not in operator.NAMES or tuple(weight.shape) != tuple(shape):
+def _checked(weight: Tensor, source: _Source, is_packed: bool) -> Tensor:
+    """The blocks of a source, where a module's weight has these blocks, or their values."""
+    tensor = source.tensor
+    if tensor.type not in TAKEN:
         raise _Stays(
-            f"it is {weight.dtype} {list(weight.shape)} and {source.tensor.name} has shape "
-            f"{list(shape)}"
+            f"{tensor.name} is {tensor.type}, which no kernel takes: QuantLinear.from_float "
+            "quantizes the module's floats to another format"
         )
+    blocks = source.blocks()
+    if is_packed:
+        same = torch.equal(blocks, weight.detach().cpu())
+    elif weight.is_meta:
+        raise _Stays("it is on the meta device, without values")
+    elif weight.dtype not in operator.NAMES or tuple(weight.shape) != tuple(tensor.shape):
+        raise _Stays(
+            f"it is {weight.dtype} {list(weight.shape)} and {tensor.name} has shape "
+            f"{list(tensor.shape)}"
+        )
+    else:
+        same = _same(weight.detach(), blocks, tensor.type, source.inputs)
+    if not same:
+        raise _Stays(f"its {'blocks' if is_packed else 'values'} are not those of {tensor.name}")
+    return blocks
 
 
 def _embedding(module: Any, blocks: Tensor, format: str) -> QuantEmbedding:

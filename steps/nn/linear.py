@@ -7,27 +7,22 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project; in `steps` only this room imports it. A layer may be shared by
-several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (`steps.nn.shard`).
-DistributedDataParallel leaves blocks alone (`keep_out_of_ddp`).
+torch is an extra of this project. `layer.shard(mesh, "column")`, or "row", keeps one rank's share
+(`steps.nn.shard`); DistributedDataParallel leaves blocks alone (`keep_out_of_ddp`).
 
-State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says of which
-format and version they are, as several formats have blocks of one size: "q4_0, version 1", uint8,
-so that safetensors can hold it. A layer refuses blocks of another format, and those without it.
-Quantized models of transformers are saved and loaded as others are (`steps.nn.pretrained`).
+State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says their
+format and version in ASCII, uint8: "q4_0, version 1". Blocks of another format, and those without
+it, are refused. Models of transformers are saved and loaded as others are (`steps.nn.pretrained`).
 
 Memory. Blocks stay in host memory, wherever the layer is. A GPU holds the packed weights that
-kernels read. They are made on the host, on all cores, when the layer is moved there, and have the
-size of the blocks, N and K rounded up to 128; with `accuracy="fast"` there is a second packing. So
-a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is fast. While a gradient is computed
-its weights are there as floats, too, or of a large layer 256 MB of them at a time.
+kernels read, made on the host when the layer is moved: of the blocks' size, N and K rounded up to
+128, twice that with `accuracy="fast"`. While a gradient is computed its weights are there as
+floats, too, or of a large layer 256 MB of them at a time.
 
 Products. On a GPU the layer selects the kernel from M at each call, as `steps.gemm` does
-(`steps.nn.operator`). The launches of the 512 products used last are kept, for all layers together.
-The first call with a new M prepares its launches, and kernels that were not used before are
-compiled, in seconds: run each M once before it counts, above all before a CUDA graph is captured.
-The first layer that lacks one asks for those of all other layers, too, and after a prompt for those
-of the tokens that follow: other processes compile them, as many as cores, at most 16
+(`steps.nn.operator`). The first call with a new M prepares its launches, and compiles kernels that
+were not used before, in seconds: run each M once before a CUDA graph is captured. Other processes
+compile those of all other layers meanwhile, and after a prompt those of the tokens that follow
 (`steps.compile.parallel_compile`; LADDER_PROCESSES=1 in the environment for none). On a CPU weights
 are dequantized at every call, which is slow.
 """
@@ -72,23 +67,20 @@ KINDS: Final = ("weights", "fast")
 class QuantLinear(nn.Linear):
     """y[..., N] = x[..., K] @ dequantize(blocks)^T + bias, in the dtype of x.
 
-    x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
-    contiguous. Sums are float32, the bias is added to them, and they are rounded once. On a GPU of
-    compute capability 8.0 or later kernels read x and write y in its dtype: they multiply float16
-    and bfloat16 as they are, and round float32 to float16 or, with a scale per 32 values, to int8.
-    Where `accuracy` is "fast" they may round x to int8 with a scale per token (see `steps.gemm`).
+    x may be float32, float16 or bfloat16, with any batch dimensions. Sums are float32, the bias is
+    added to them, and they are rounded once. On a GPU of compute capability 8.0 or later kernels
+    multiply float16 and bfloat16 as they are, and round float32 to float16 or, with a scale per 32
+    values, to int8. Where `accuracy` is "fast" they may round x to int8 with a scale per token.
 
-    x has a gradient, computed with the dequantized weights as if x had not been rounded. On a GPU
-    a kernel unpacks them, rounded to the gradient's dtype, and torch multiplies: at 4096 tokens
-    this takes 1.07 times as long as torch.matmul with weights of 16 bits, at 512 tokens 1.4 to 1.6
-    times (an H200). Equal gradients give equal bits, and nothing waits for the GPU, so a whole step
-    of training can be captured in a CUDA graph. On a CPU weights are dequantized at every call. The
-    weights have no gradient.
+    x has a gradient, computed with the dequantized weights as if x had not been rounded; weights
+    have none. On a GPU a kernel unpacks them, rounded to the gradient's dtype, and torch
+    multiplies: at 4096 tokens in 1.07 times the time of torch.matmul with weights of 16 bits, at
+    512 in 1.4 to 1.6 times (an H200). Equal gradients give equal bits, and a whole step of training
+    can be captured in a CUDA graph.
 
-    It is a torch.nn.Linear, so that code which looks for Linears finds it, such as PEFT, which puts
-    adapters on it. Its `weight` is no Parameter but a read-only tensor that is dequantized when it
-    is used, in the layer's `dtype` (`steps.nn.weight`). What would write to it, such as a merge of
-    adapters or an initialization, raises and loses nothing.
+    It is a torch.nn.Linear, for code that looks for Linears, such as PEFT. Its `weight` is no
+    Parameter but a read-only tensor, dequantized when it is used (`steps.nn.weight`): writing to it
+    raises and loses nothing.
 
     in_features  : K, a multiple of 32, of K-quants of 256.
     out_features : N, at least 1.
@@ -759,13 +751,11 @@ def quantize_model(
              first layer. With *, ? or [ it is a pattern for the whole name: "*.down_proj".
     accuracy, invariant : of all layers, see `QuantLinear`; accuracy of experts, too.
 
-    These layers are left alone too, and reported with the reason: those whose K is not a multiple
-    of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; adapters,
-    which are those beside a `base_layer` and those that are trained beside frozen ones; and those
-    whose weights are tied to a module that stays, such as an output layer to the embedding, as
-    quantizing them would cost memory instead of saving it. A layer that is in a model several times
-    stays one layer. Linears with the same weights and the same bias become one layer. Matrices of
-    other modules, such as GPT-2's Conv1D or packed attention projections, are reported too.
+    These are left alone too, and reported with the reason: layers whose K is not a multiple of 32;
+    subclasses of Linear and those with hooks, which may do more; adapters, which are beside a
+    `base_layer` or are trained beside frozen layers; layers whose weights are tied to a module that
+    stays, such as the embedding; and matrices of other modules, such as GPT-2's Conv1D. Linears
+    with the same weights and the same bias become one layer.
 
     A model on the meta device becomes a skeleton: `load_state_dict(state, assign=True)` fills it.
 

@@ -4,16 +4,15 @@
 it; `steps.nn.adapters.fused` has PEFT make it. Everything else takes PEFT's way: base layer, then
 B(A(x)) in torch.
 
-The kernel reads A and B in the dtype of x, 8, 16, 32 or 64 ranks. Parameters that are so are read
-where they are. Of others, such as the float32 that PEFT makes unless told not to, the layer keeps
-copies: rounded to 16 bits, those of several active adapters side by side, padded with zeros. The
-copies are made anew, in place and without a wait of the host, at the first call after a change:
-another Parameter, other memory, or another `_version`, which torch counts at every write but those
-through `.data`.
+The kernel reads A and B in the dtype of x, 8, 16, 32 or 64 ranks, where they are. Of Parameters
+that are not so, such as PEFT's float32, the layer keeps copies: rounded to 16 bits, those of
+several active adapters side by side, padded with zeros. They are made anew, in place and without a
+wait of the host, at the first call after a change: another Parameter, other memory, or another
+`_version`, which torch counts at every write but those through `.data`.
 
 A CUDA graph reads parameters, or copies, where they were at its capture, with the scaling of then.
-So call a layer once before the capture, and where there are copies once after each change. If the
-copies are not up to date at a capture, the graph has PEFT's way.
+So call a layer once before the capture, and where there are copies once after each change; else
+the graph has PEFT's way.
 """
 
 from __future__ import annotations

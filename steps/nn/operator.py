@@ -1,29 +1,21 @@
 """The quantized product as operators of torch: `torch.ops.quantized_gemm.linear` and `.product`.
 
-They are for blocks what `torch.nn.functional.linear` is for a float matrix. torch.compile sees one
-node whose shape and dtype it knows without running it. `linear` has a gradient; `product` is the
-same without one. `steps.nn.linear.QuantLinear` calls them where torch compiles, traces or
-transforms. Elsewhere on a GPU it calls `multiply`, or `Multiplied` where there is a gradient, which
-do the same in less host time. The decoder always calls `multiply`.
+torch.compile sees one node whose shape and dtype it knows without running it. `linear` has a
+gradient; `product` is the same without one. `QuantLinear` calls them where torch compiles, traces
+or transforms. Elsewhere on a GPU it calls `multiply`, or `Multiplied` where there is a gradient,
+which do the same in less host time. The decoder always calls `multiply`.
 
 `multiply` goes the way of `steps.product`: a Request for x, `choose`, `prepare`, a call. What the
-kernel does not read, write or add, torch does (`Request.caller_casts`). So on a GPU a call consists
-of
+kernel does not read, write or add, torch does (`Request.caller_casts`): it copies an x that is not
+contiguous, not aligned to 16 bytes or of a dtype that no kernel of this GPU reads, and adds a bias
+or casts y where the kernel does not.
 
-* the one or two launches of a kernel: one where it reads `x` as it is;
-* a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
-  float32 on a GPU where no kernel reads its dtype (before compute capability 8.0);
-* one kernel of torch for a bias that the kernel does not add (steps 1 to 7), or for a dtype that it
-  does not write.
-
-The workspace is allocated by torch on the current stream. So calls on several streams do not share
-it, and in a CUDA graph it lies in the pool of that graph. Counters are kept from call to call
-(`counters`), so no call has to set them to zero. Nothing waits for the GPU.
+torch allocates the workspace on the current stream, in a CUDA graph in the pool of that graph.
+Counters are kept from call to call (`counters`). Nothing waits for the GPU.
 
 The gradient of x is `linear_input_gradient`: packed weights are unpacked to floats on the GPU
-(`steps.kernels.unpack`), and torch multiplies by these.
-
-On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
+(`steps.kernels.unpack`), and torch multiplies by these. On a CPU the weights are dequantized at
+every call and torch multiplies: the reference, and slow.
 """
 
 from __future__ import annotations

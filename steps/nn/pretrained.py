@@ -6,13 +6,12 @@
     import steps.nn.pretrained                          # in the program that loads: this one line
     model = AutoModelForCausalLM.from_pretrained(folder)        # the same bits
 
-The config says which layers are quantized, and how, under the name of this module. The import lets
-transformers know that name: it then makes layers without values, loads blocks into them, and packs
-them where they are on a GPU. No float weights are made.
+The config says which layers are quantized, and how, under the name of this module, which the
+import makes known to transformers. No float weights are made.
 
 Without the import transformers warns of "Unknown quantization type, got steps.nn.pretrained" and
-would go on with float layers of random numbers. So the file has a `weight` of no values for one of
-the layers, whose shape makes it raise instead.
+would go on with random float layers. So the file has a `weight` of no values for one of the layers,
+whose shape makes it raise instead.
 
 The file's names are those of the model's modules: where transformers renames or merges tensors of a
 checkpoint, these are left as they are.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -70,7 +70,37 @@ def group_of(mesh: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Shard:
+class _Share:
+    """One rank's share of something. group: the ranks. kind: how it is split, of `KINDS` or
+    `EXPERT_KINDS`."""
+
+    group: Any
+    kind: str
+
+    @cached_property
+    def rank(self) -> int:
+        return int(distributed.get_rank(self.group))
+
+    @cached_property
+    def ranks(self) -> int:
+        return int(distributed.get_world_size(self.group))
+
+    def sums(self, device: Any) -> AllReduce:
+        """What adds up the y of all ranks on a device."""
+        return all_reduce_of(self.group, device)
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a layer that ranks share cannot be pickled: save its state_dict()")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank} of {self.ranks}"
+
+
+@dataclass(frozen=True)
+class Shard(_Share):
     """The share of one rank of `group` in a matrix [n, k].
 
     kind  : of `KINDS`.
@@ -82,8 +112,6 @@ class Shard:
     Raises ValueError where a part has fewer units than there are ranks, and for other parts.
     """
 
-    group: Any
-    kind: str
     n: int
     k: int
     parts: tuple[int, ...]
@@ -113,14 +141,6 @@ class Shard:
     def sizes(self) -> tuple[int, ...]:
         """What is split: the rows of each part, or the columns."""
         return self.parts if self.kind == "column" else (self.k,)
-
-    @cached_property
-    def rank(self) -> int:
-        return int(distributed.get_rank(self.group))
-
-    @cached_property
-    def ranks(self) -> int:
-        return int(distributed.get_world_size(self.group))
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """(first, behind the last) of a rank's rows or columns in each part."""
@@ -179,10 +199,6 @@ class Shard:
             return _SumOfGradients.apply(x, self)
         return x
 
-    def sums(self, device: Any) -> AllReduce:
-        """What adds up the y of all ranks on a device."""
-        return all_reduce_of(self.group, device)
-
     def summed(self, y: Tensor) -> Tensor:
         """The sum of all ranks' y; it may be written over y."""
         if torch.is_grad_enabled() and y.requires_grad:
@@ -210,18 +226,9 @@ class Shard:
                 starts[rank] += b - a
         return torch.cat(pieces, -1)
 
-    def __deepcopy__(self, _memo: Any) -> Shard:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a layer that ranks share cannot be pickled: save its state_dict()")
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.rank} of {self.ranks}"
-
 
 @dataclass(frozen=True)
-class ExpertsShard:
+class ExpertsShard(_Share):
     """The share of one rank of `group` in the experts of a mixture, of which each has gates and ups
     [inner, hidden] and downs [hidden, inner].
 
@@ -230,8 +237,6 @@ class ExpertsShard:
     Raises ValueError where there are fewer experts, or units, than ranks.
     """
 
-    group: Any
-    kind: str
     experts: int
     hidden: int
     inner: int
@@ -263,14 +268,6 @@ class ExpertsShard:
             return self.rows
         n = self.experts * self.hidden
         return Shard(self.group, "row", n, self.inner, (n,), self.unit)
-
-    @property
-    def rank(self) -> int:
-        return int(distributed.get_rank(self.group))
-
-    @property
-    def ranks(self) -> int:
-        return int(distributed.get_world_size(self.group))
 
     @cached_property
     def own(self) -> tuple[int, int]:
@@ -308,19 +305,6 @@ class ExpertsShard:
             return self.rows.whole(share)
         of = self.columns if name == "down" else self.rows
         return of.whole(share.flatten(0, 1)).unflatten(0, (self.experts, -1))
-
-    def sums(self, device: Any) -> AllReduce:
-        """What adds up the y of all ranks on a device."""
-        return all_reduce_of(self.group, device)
-
-    def __deepcopy__(self, _memo: Any) -> ExpertsShard:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a layer that ranks share cannot be pickled: save its state_dict()")
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.rank} of {self.ranks}"
 
 
 class _SumOfGradients(Function):
