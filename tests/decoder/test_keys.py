@@ -152,22 +152,6 @@ def test_numbers_that_no_model_has(
     assert told.endswith(" are taken: convert the model again")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "value"),
-    [
-        ("llama.block_count", F32, 1.0),
-        ("llama.rope.freq_base", STRING, "2"),
-        ("tokenizer.ggml.tokens", U32, 17),
-        ("tokenizer.chat_template", U32, 5),
-    ],
-)
-def test_values_of_another_type(
-    tiny: gguf_bytes.File, tmp_path: Path, name: str, kind: int, value: Any
-) -> None:
-    told = said(tmp_path / "m.gguf", tiny.with_keys({name: (kind, value)}))
-    assert told.startswith(f"{name} is {value!r}, and not a")
-
-
 TOKENS = [name for name, key in KEYS.items() if key.type == TOKEN]
 
 

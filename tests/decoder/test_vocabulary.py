@@ -19,7 +19,7 @@ from gguf import GGUFWriter
 
 from qformats.gguf_file import GGUFError, metadata
 from steps.decoder.text import vocabulary
-from steps.decoder.text.vocabulary import BYTES, PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
+from steps.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
 from tests.decoder.smollm2 import smollm2
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -218,13 +218,6 @@ def test_any_tokens_are_a_text(kind: str) -> None:
         ]
         text = b"".join(raw).decode("utf-8", "replace").replace(SPACE, " ")
         assert found == text.removeprefix(" "), words
-
-
-def test_letters_of_bytes() -> None:
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    assert set(BYTES) == set(letters)
-    assert sorted(BYTES.values()) == list(range(256))
-    assert [BYTES[one] for one in "!\u0100\u0120\u0143"] == [33, 0, 32, 173]
 
 
 def test_tokens_past_the_vocabulary_add_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Small GGUF files of random weights, of architectures that the decoder does not read, for the
+"""Small GGUF files of random weights, most of architectures that the decoder does not read, for the
 loaders of transformers."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from qformats import FORMATS, quantize
 from reference.drawn import random_blocks
+from steps.decoder.files import write_tiny
 
 WORDS: Final = 96
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 64, 128, 4, 2, 32
@@ -41,14 +42,6 @@ class _File:
         values = middle + self.rng.standard_normal(shape, np.float32) / 8
         self.writer.add_tensor(name, values.astype(np.float32))
 
-    def attention(self, at: str, *norms: str) -> None:
-        self.matrix(f"{at}.attn_q.weight", HEADS * HEAD, WIDTH)
-        self.matrix(f"{at}.attn_k.weight", KV_HEADS * HEAD, WIDTH, format="q4_1")
-        self.matrix(f"{at}.attn_v.weight", KV_HEADS * HEAD, WIDTH)
-        self.matrix(f"{at}.attn_output.weight", WIDTH, HEADS * HEAD)
-        for norm in norms:
-            self.floats(f"{at}.{norm}.weight", HEAD)
-
     def close(self) -> Path:
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
@@ -68,24 +61,8 @@ COMMON: Final = {
 
 
 def write_qwen3moe(path: Path) -> Path:
-    """Two layers of four experts of 768, which is what transformers takes as their size."""
-    of = _File(
-        path, "qwen3moe", block_count=2, feed_forward_length=HIDDEN, attention__key_length=HEAD,
-        attention__head_count_kv=KV_HEADS, expert_count=4, expert_used_count=2, **COMMON,
-    )  # fmt: skip
-    of.matrix("token_embd.weight", WORDS, WIDTH)
-    for i in range(2):
-        at = f"blk.{i}"
-        of.floats(f"{at}.attn_norm.weight", WIDTH)
-        of.attention(at, "attn_q_norm", "attn_k_norm")
-        of.floats(f"{at}.ffn_norm.weight", WIDTH)
-        of.floats(f"{at}.ffn_gate_inp.weight", 4, WIDTH, middle=0.0)
-        of.matrix(f"{at}.ffn_up_exps.weight", 4, 768, WIDTH, format="q4_0")
-        of.matrix(f"{at}.ffn_gate_exps.weight", 4, 768, WIDTH, format="q5_0")
-        of.matrix(f"{at}.ffn_down_exps.weight", 4, WIDTH, 768)
-    of.floats("output_norm.weight", WIDTH)
-    of.matrix("output.weight", WORDS, WIDTH)
-    return of.close()
+    """Experts of 768, which is what transformers takes as their size."""
+    return write_tiny(path, architecture="qwen3moe", expert_feed_forward_length=768)
 
 
 def write_lfm2(path: Path) -> Path:

@@ -117,24 +117,6 @@ def test_x_need_not_be_contiguous_and_comes_back_unchanged() -> None:
         assert torch.equal(x, before)
 
 
-def test_blocks_from_files() -> None:
-    """Of formats that are read and not made."""
-    rng, fmt = np.random.default_rng(0), FORMATS["q4_k"]
-    blocks = rng.integers(0, 256, (7, 2 * fmt.block_bytes), np.uint8).view(fmt.dtype)
-    blocks["d"], blocks["dmin"] = rng.uniform(0.1, 1, (2, *blocks.shape))
-    layer, x = QuantLinear.from_blocks(blocks), tensor(3, 512)
-    assert (layer.in_features, layer.out_features, layer.format) == (512, 7, "q4_k")
-    assert within(layer(x), x, blocks)
-    with pytest.raises(ValueError, match=r"^q4_k is only read from files: quantize to one of q4_0"):
-        QuantLinear.from_float(tensor(4, 256), "q4_k")
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
-def test_no_tokens_give_no_rows(shape: tuple[int, ...]) -> None:
-    y = QuantLinear.from_blocks(blocks_of())(torch.zeros(*shape, K, dtype=torch.float16))
-    assert (tuple(y.shape), y.dtype) == ((*shape, N), torch.float16)
-
-
 def test_without_gradients() -> None:
     layer = QuantLinear.from_blocks(blocks_of(), nn.Parameter(tensor(N)))
     x = tensor(2, K, dtype=torch.float32).requires_grad_()
@@ -493,13 +475,8 @@ def test_blocks_that_were_cast_are_refused(value: float) -> None:
 
 def test_what_is_no_tensor_is_refused_by_name() -> None:
     layer = QuantLinear(64, 20)
-    for x, name in (
-        (np.zeros((1, 64), np.float32), "numpy.ndarray"),
-        ([[0.0] * 64], "builtins.list"),
-    ):
-        with pytest.raises(
-            TypeError, match=f"x is a {name}, and a layer takes a torch.Tensor: use"
-        ):
+    for x, name in ((np.zeros((1, 64)), "numpy.ndarray"), ([[0.0] * 64], "builtins.list")):
+        with pytest.raises(TypeError, match=f"x is a {name}, and a layer takes a torch.Tensor"):
             layer(x)
 
 
@@ -537,9 +514,7 @@ def test_a_state_dict_says_format_and_version_through_files(tmp_path: Any) -> No
     with pytest.raises(RuntimeError, match="holds q5_1, version 2, and the layer takes q5_1, vers"):
         again.load_state_dict(later)
     del safe["_extra_state"]
-    with pytest.raises(
-        RuntimeError, match=r"blocks are of a file that does not say their format.*"
-    ):
+    with pytest.raises(RuntimeError, match="blocks are of a file that does not say their form"):
         again.load_state_dict(safe, strict=False)
     again.load_state_dict({**safe, "_extra_state": again.get_extra_state()})
     assert torch.equal(again.blocks, layer.blocks)
@@ -632,66 +607,29 @@ BAD["d"][1, 0] = np.nan
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "said"),
+    ("make", "said"),
     [
-        (
-            lambda: QuantLinear(33, 5),
-            ValueError,
-            "^in_features=33, out_features=5: a layer in q4_0 needs a multiple of 32",
-        ),
-        (
-            lambda: QuantLinear(32, 0),
-            ValueError,
-            "^in_features=32, out_features=0: .* out_features from 1 up$",
-        ),
-        (
-            lambda: QuantLinear(32, 5, format="q9_k"),
-            ValueError,
-            "format is 'q9_k': it must be one of q4_0, ",
-        ),
-        (
-            lambda: QuantLinear(32, 5, format="q4_k"),
-            ValueError,
-            "^in_features=32, .* in q4_k needs a multiple of 256",
-        ),
-        (
-            lambda: QuantLinear(32, 5, accuracy="good"),
-            ValueError,
-            "accuracy is 'good': it must be one of exact, fast",
-        ),
-        (
-            lambda: QuantLinear(32, 5, accuracy="coarse"),
-            ValueError,
-            '^accuracy "coarse" is gone: .*; use "fast" or "exact"$',
-        ),
-        (
-            lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"),
-            ValueError,
-            "in_features=33, .*",
-        ),
-        (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), ValueError, "format is 'q8_1'"),
-        (
-            lambda: QuantLinear.from_float(tensor(32), "q4_0"),
-            ValueError,
-            r"shape \[32\] cannot be quantized",
-        ),
+        (lambda: QuantLinear(33, 5), "^in_features=33, .* in q4_0 needs a multiple of 32"),
+        (lambda: QuantLinear(32, 0), "out_features=0: .* out_features from 1 up$"),
+        (lambda: QuantLinear(32, 5, format="q9_k"), "format is 'q9_k': it must be one of q4_0, "),
+        (lambda: QuantLinear(32, 5, format="q4_k"), "32, .* in q4_k needs a multiple of 256"),
+        (lambda: QuantLinear(32, 5, accuracy="good"), "'good': it must be one of exact, fast"),
+        (lambda: QuantLinear(32, 5, accuracy="coarse"), '"coarse" is gone: .*; use "fast" or "ex'),
+        (lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"), "in_features=33, .*"),
+        (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), "format is 'q8_1'"),
+        (lambda: QuantLinear.from_float(tensor(32), "q4_0"), r"shape \[32\] cannot be quantized"),
         (
             lambda: QuantLinear.from_float(nn.Linear(32, 5, device="meta"), "q4_0"),
-            ValueError,
-            "meta device, without values",
+            "meta device, wi",
         ),
-        (lambda: QuantLinear.from_blocks(BAD), ValueError, "w has d = nan in block 0 of row 1"),
-        (lambda: QuantLinear.from_blocks(tensor(2, 32).numpy()), TypeError, "must hold blocks"),
-        (lambda: QuantLinear.from_blocks(blocks_of(), tensor(3)), ValueError, r"\[20\], got \[3\]"),
-        (
-            lambda: QuantLinear(32, 5, device="meta")(tensor(1, 32)),
-            ValueError,
-            "x is on cpu and the layer is",
-        ),
+        (lambda: QuantLinear.from_blocks(BAD), "w has d = nan in block 0 of row 1"),
+        (lambda: QuantLinear.from_blocks(tensor(2, 32).numpy()), "must hold blocks"),
+        (lambda: QuantLinear.from_blocks(blocks_of(), tensor(3)), r"\[20\], got \[3\]"),
+        (lambda: QuantLinear(32, 5, device="meta")(tensor(1, 32)), "x is on cpu and the layer is"),
     ],
 )
-def test_what_cannot_be_a_layer(make: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said) as refused:
+def test_what_cannot_be_a_layer(make: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said) as refused:
         make()
     assert "\n" not in str(refused.value)
 
@@ -810,12 +748,6 @@ def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
     assert torch.equal(multiplied(layer, x), y)
     (counters,) = torch_operator._counters.values()
     assert not counters.any(), "as they were found"
-
-
-def test_decoding_and_prefilling_are_of_different_steps(host: Any) -> None:
-    layer = uploaded(blocks_of())
-    assert choice_of(layer, 1).kernel.number != choice_of(layer, 300).kernel.number
-    assert choice_of(layer, 1).kernel.most_tokens is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -1022,33 +954,24 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("m", "dtype", "biased", "names"),
+    ("m", "dtype", "biased"),
     [
-        (1, torch.float32, False, ["empty_strided"]),  # no block hands sums to another
-        (1, torch.float16, False, ["empty_strided"]),
-        (1, torch.float32, True, ["empty_strided"]),
-        (1, torch.bfloat16, True, ["empty_strided"]),
-        (
-            300,
-            torch.float32,
-            False,
-            ["empty_strided", "empty_strided"],
-        ),  # the second for rounded rows
-        (300, torch.float16, False, ["empty_strided"]),  # blocks that share no tile need nothing
-        (300, torch.bfloat16, False, ["empty_strided", "empty_strided"]),
-        (
-            300,
-            torch.float32,
-            True,
-            ["empty_strided", "empty_strided"],
-        ),  # the step adds a bias itself
-        (300, torch.bfloat16, True, ["empty_strided", "empty_strided"]),
+        (1, torch.float32, False),
+        (1, torch.float16, False),
+        (1, torch.float32, True),
+        (1, torch.bfloat16, True),
+        (300, torch.float32, False),
+        (300, torch.float16, False),
+        (300, torch.bfloat16, False),
+        (300, torch.float32, True),
+        (300, torch.bfloat16, True),
     ],
 )
 def test_a_call_asks_torch_for_no_more_than_it_needs(
-    host: Any, m: int, dtype: Any, biased: bool, names: list[str]
+    host: Any, m: int, dtype: Any, biased: bool
 ) -> None:
-    """C, memory for the step, zeros in it, and a cast where there is something to be cast."""
+    """C, and where a pass rounds x memory for its rows: no block hands sums to another here, and
+    kernels add the bias."""
     bias = tensor(N, seed=2).to(dtype) if biased else None
     layer, x = uploaded(blocks_of(), bias), tensor(m, K, dtype=dtype)
     host.runs = False
@@ -1056,8 +979,10 @@ def test_a_call_asks_torch_for_no_more_than_it_needs(
     host.launched.clear()
     with torch.no_grad(), Asked() as asked:
         multiplied(layer, x)
-    assert len(host.launched) == (2 if m > 16 and dtype is not torch.float16 else 1)
-    assert [name for name in asked.names if name != "fill_"] == names  # memory is filled in `host`
+    launches = 2 if m > 16 and dtype is not torch.float16 else 1
+    assert len(host.launched) == launches
+    made = [name for name in asked.names if name != "fill_"]  # memory is filled in `host`
+    assert made == ["empty_strided"] * launches
 
 
 def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) -> None:
@@ -1320,11 +1245,7 @@ def test_kernels_that_a_capture_does_not_survive(host: Any, monkeypatch: Any) ->
     monkeypatch.setattr(torch_operator, "_machine", fails)
     layer = uploaded(blocks_of())
     for capturing, error, said in (
-        (
-            True,
-            RuntimeError,
-            "for 3 tokens could not be loaded .* multiply 3 tokens once before the capture",
-        ),
+        (True, RuntimeError, "for 3 tokens could not .* multiply 3 tokens once before the capt"),
         (False, OverflowError, "^out of something$"),
     ):
         monkeypatch.setattr(torch_operator, "is_capturing", lambda c=capturing: c)
@@ -1447,12 +1368,8 @@ def test_linears_tied_to_each_other_become_one() -> None:
     assert model["a"] is model["b"]
     assert model["c"] is model["again"]
     assert model["a"] is not model["c"]
-    assert [(one.name, one.before) for one in report.replaced] == [
-        ("a", 1280),
-        ("b", 0),
-        ("c", 1280),
-    ]
-    assert [one.after for one in report.replaced] == [180, 0, 180]
+    found = [(one.name, one.before, one.after) for one in report.replaced]
+    assert found == [("a", 1280, 180), ("b", 0, 0), ("c", 1280, 180)]
     torn = nn.ModuleDict({name: nn.Linear(64, 5) for name in "ab"})
     torn["b"].weight = torn["a"].weight
     report = quantize_model(torn, skip=("b",))
