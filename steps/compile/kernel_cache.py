@@ -5,9 +5,9 @@ imported code, so an edit or another toolkit gives another key, and nothing has 
 
 The environment variable LADDER_CACHE names the folder, or is "off"; by default it is the user's
 cache folder. Who can write there can run code on the GPU, so a folder or file that belongs to
-another user (not root), or that others may write, is not read, as ssh does with keys. Nor is a
-link, a FIFO or a device. Where there is no folder that can be trusted and written, a warning says
-so once, and kernels are kept in memory alone.
+another user (not root), or that others may write, is not read, as ssh does with keys. Where there
+is no folder that can be trusted and written, a warning says so once, and kernels are kept in memory
+alone.
 
 A file is written beside its place and moved there, so processes that write at once do no harm. It
 begins with a digest of the rest: a file that is cut short, damaged or not of this cache is ignored,
@@ -36,9 +36,6 @@ from steps.compile.kernel_key import key_of
 
 VARIABLE: Final = "LADDER_CACHE"
 MOST_BYTES: Final = 500_000_000
-MOST_BYTES_OF_A_FILE: Final = 50_000_000
-"""Of a larger file the rest is not read, so that its digest is wrong; a kernel takes less than one
-MB."""
 UNFINISHED_SECONDS: Final = 3600
 """A file that was begun so long ago is no longer being written, which takes milliseconds."""
 
@@ -220,49 +217,26 @@ def _read(path: Path, key: dict[str, Any]) -> CompiledKernel | None:
 
 
 def _checked(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """(facts, cubin) of a file whose digest is right, else None."""
+    """(facts, cubin) of a file whose digest is right, so that `_write` has written it; else
+    None."""
     digest, _, rest = _content(path).partition(b"\n")
     if digest != _digest(rest):
         return None
     line, _, cubin = rest.partition(b"\n")
-    try:
-        facts = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return (facts, cubin) if _is_known(facts) else None
+    return json.loads(line), cubin
 
 
 def _content(path: Path) -> bytes:
-    """What is in a file of the user; nothing for what is no such file. Looked at once it is open,
-    as the path may then name another."""
+    """What is in a file of the user; nothing for another. Looked at once it is open, as the path
+    may then name another."""
     try:
-        with open(path, "rb", opener=_no_link_no_wait) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                return b""
-            if why := _why_not_safe(state):
+        with path.open("rb") as file:
+            if why := _why_not_safe(os.fstat(file.fileno())):
                 _warn(f"{path} {why}: it is not read, but compiled and written anew")
                 return b""
-            return file.read(MOST_BYTES_OF_A_FILE)
+            return file.read()
     except OSError:
         return b""
-
-
-def _no_link_no_wait(path: str, flags: int) -> int:
-    """Opens what is no link; a FIFO does not wait for who writes it."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _is_known(facts: Any) -> bool:
-    """Whether that is what `_write` says of a kernel, in a line before the cubin."""
-    match facts:
-        case {
-            "key": {"kernel": str(kernel), "arch": str(arch)},
-            "name": str(),
-            "cooperative": bool(),
-        }:
-            return f"{kernel}{arch}".isprintable()
-    return False
 
 
 def _digest(rest: bytes) -> bytes:
