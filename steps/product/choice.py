@@ -49,6 +49,7 @@ from steps.contract import (
     Machine,
     Shape,
     Size,
+    Step,
     Work,
     array_dtype,
     known_accuracy,
@@ -356,7 +357,7 @@ def of_gemm(kernel: Kernel) -> bool:
 def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str | None:
     """None, or one sentence saying why a kernel cannot do what is asked on such a GPU."""
     family = known_family(request.family or kernel.families[-1])
-    if not of_gemm(kernel):
+    if isinstance(kernel, Step) and not of_gemm(kernel):
         if kernel.accuracy == "pruned":
             return f"step {kernel.number} prunes its weights, and is a lesson: gemm never does"
         if multiplies_twice(kernel):

@@ -1,11 +1,7 @@
 """`experts` and `pack_experts`: products of tokens with the experts chosen for them.
 
-    from steps import experts, pack_experts
-
     packed = pack_experts(blocks)               # blocks [E, N, K/32] of qformats, uploaded once
     c = experts(a, packed, ids)                 # [T, S, N] of a [T, K] and ids [T, S]: mul_mat_id
-    plan = experts.plan(T, S, packed)           # all that T tokens need, made once ...
-    plan(a, ids, out)                           # ... then a call only launches
 
     up = pack_experts(gates_and_ups(gate, up))  # a feed-forward block of experts in two products:
     x = experts(a, up, ids, gate="silu", dtype="float16")           # [T, S, I]
@@ -15,9 +11,6 @@ A call takes the way of `steps.product`: an `ExpertsRequest`, `choose`, an `Expe
 `Prepared`, then addresses. Nothing waits for the GPU, and calls may be captured into CUDA graphs
 (those of a plan, which owns its memory). ids stay on the GPU: which experts they choose is not
 known when a launch is made, and does not change it.
-
-It is no option of `gemm`: weights and results have a dimension more, and ids decide which weights
-are read at all.
 """
 
 from __future__ import annotations
@@ -62,6 +55,7 @@ from steps.product.operands import (
     require_apart,
     require_array,
     require_finite,
+    require_out,
     require_place,
     require_start_of_a,
     stream_of,
@@ -321,17 +315,14 @@ def experts(
     format, count, n, k = _weights(w)
     request = _request(a, ids, bias, router, on_device, gate, dtype, (format, count, n, k))
     request = replace(request, accuracy=_accuracy(accuracy, w))
-    where = _machine(machine, w)
+    where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
-    _require_out(out, request, on_device)
+    require_out(out, request.out_shape, on_device, request.c)
     choice = choose(request, where)
     if not request.slots:
-        if out is None and on_device:
-            result = empty_beside(given, request.out_shape, request.c, where)
-        elif out is None:
-            result = np.empty(request.out_shape, ARRAYS[request.c])
-        return (result, choice) if explain else result
+        c = empty_beside(given, request.out_shape, request.c, where) if out is None else result
+        return (c, choice) if explain else c
     packed = (
         w
         if isinstance(w, PackedExperts)
@@ -363,15 +354,6 @@ def _on_host(
     for launch in choice.on(where, source, target, arrays):
         where.run(launch)
     return where.host(target)
-
-
-def _machine(machine: Any, w: Any) -> Any:
-    """The machine to multiply on; packed weights lie on one already."""
-    if not isinstance(w, PackedExperts):
-        return machine_for(machine)
-    if machine not in (None, w.machine):
-        raise ValueError(f"w is packed on {w.machine.name}, not on {machine.name}")
-    return w.machine
 
 
 def _accuracy(named: Accuracy | None, w: Any) -> Accuracy:
@@ -458,19 +440,6 @@ def require_product(request: ExpertsRequest) -> None:
         )
     if not request.chosen and request.tokens:
         raise ValueError(f"ids has no columns: its shape is [{request.tokens}, 0]")
-
-
-def _require_out(out: Any, request: ExpertsRequest, on_device: bool) -> None:
-    """TypeError or ValueError unless C may be written to out, or out is None."""
-    if out is None:
-        return
-    if is_device_array(out) != on_device:
-        raise TypeError(f"out must be {('a NumPy array', 'on the GPU')[on_device]}, as a is")
-    shape, _ = require_array("out", out, on_device, (request.c,), len(request.out_shape))
-    if shape != request.out_shape:
-        raise ValueError(f"out must have shape {list(request.out_shape)}, got {list(shape)}")
-    if not on_device and not out.flags.writeable:
-        raise ValueError(f"out {list(shape)} is read-only: C needs an array that may be written")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

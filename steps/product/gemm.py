@@ -1,18 +1,5 @@
 """`gemm` and `pack`: checked products over ggml's blocks, by the best kernel for this machine.
 
-    from steps import gemm, pack
-
-    c = gemm(a, w)                  # a: floats [M, K]; w: blocks [N, K/32] of qformats
-    packed = pack(w)                # repacked and uploaded once ...
-    c = gemm(a, packed)             # ... for any number of products
-    plan = gemm.plan(m, packed)     # all that products of M tokens need, made once ...
-    plan(a, out)                    # ... and launched in microseconds: see `steps.product.plan`
-
-NumPy in, NumPy out; a tensor of torch or an array of CuPy in, the same out. For another array on
-the GPU (Numba's: anything that has `__cuda_array_interface__`) the result is Numba's. The work is
-queued on the caller's stream. `a` in float16 or bfloat16 goes to kernels that read it as it is:
-nothing here casts it. NumPy has no bfloat16: such arrays are uint16.
-
 The kernel is one of `steps.registry.kernels`, see `steps.product.choice`. "Step 14" names one by
 the lesson that teaches it, here and in messages. A lesson's own kernel runs where no engineered one
 can, and where it is named (`step=3`).
@@ -181,9 +168,9 @@ def gemm(
 ) -> Any:
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N].
 
-    a       : float32, float16 or bfloat16 [M, K], C-contiguous, NumPy or on the GPU, there in 16
-              bits at a multiple of 16 bytes. Without tokens, M=0, C is [0, N] and nothing is
-              launched.
+    a       : float32, float16 or bfloat16 [M, K], C-contiguous, NumPy (bfloat16 as uint16) or of
+              any library on the GPU, there in 16 bits at a multiple of 16 bytes. No kernel casts
+              it. Without tokens, M=0, C is [0, N] and nothing is launched.
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
     bias    : None, or float32, float16 or bfloat16 [N], C-contiguous, of the same kind as `a`. The
@@ -214,7 +201,8 @@ def gemm(
     explain : return (C, choice), a `steps.product.choice.Choice`; `print(choice)` says which kernel
               it was, how it was launched and why. Without tokens it is that of one.
 
-    Returns C: `out` where it was given, else a new array of the library of `a`.
+    Returns C: `out` where it was given, else a new array of the library of `a` (NumPy, torch,
+    CuPy, else Numba).
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
@@ -237,7 +225,7 @@ def gemm(
         require_finite("a", a, input)
     of_bias = None if bias is None else bias_dtype(bias, n, on_device)
     output = float_name(dtype)
-    require_out(out, a, m, n, on_device, output)
+    require_out(out, (m, n), on_device, output)
     require_apart(out, a=a, bias=bias, w=w)
 
     where = machine_for(machine, w)
@@ -250,11 +238,8 @@ def gemm(
     request = asked_of(w, request, named=accuracy is not None)
     if not m:
         choice = choose(replace(request, m=1), where)  # other arguments are checked as ever
-        if on_device and out is None:
-            result = empty_beside(given, (0, n), output, where)
-        elif out is None:
-            result = np.empty((0, n), ARRAYS[output])
-        return (result, choice) if explain else result
+        c = empty_beside(given, (0, n), output, where) if out is None else result
+        return (c, choice) if explain else c
     if on_device:
         product = product_of(w, request, where)
         if key:
@@ -459,12 +444,12 @@ def weights_shape(w: Any) -> tuple[Format, int, int]:
 
 
 def machine_for(asked: Gpu | Simulator | None, w: Any = None) -> Gpu | Simulator:
-    """The machine to multiply on; packed weights lie on one already."""
-    if isinstance(w, Packed):
-        if asked is not None and asked is not w.machine:
-            where = getattr(asked, "name", asked)
-            raise ValueError(f"w is packed on {w.machine.name}, not on {where}")
-        return w.machine
+    """The machine to multiply on; weights that are packed, of experts too, lie on one already."""
+    if (own := getattr(w, "machine", None)) is not None:
+        if asked is not None and asked is not own:
+            raise ValueError(f"w is packed on {own.name}, not on {getattr(asked, 'name', asked)}")
+        found: Gpu | Simulator = own
+        return found
     if asked is not None:
         if not hasattr(asked, "cc"):
             raise TypeError(

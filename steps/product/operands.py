@@ -61,7 +61,7 @@ def _without_gradient(name: str, x: Any, torch: Any) -> Any:
 
 def activations_facts(a: Any, on_device: bool) -> tuple[int, int, str]:
     """(M, K, dtype by name) of activations [M, K]; an error where no kernel can read them."""
-    m, k, name = require_matrix("a", a, on_device, FLOATS)
+    (m, k), name = require_array("a", a, on_device, FLOATS, 2)
     if k < 1:
         raise ValueError(f"a has no columns: its shape is {(m, k)}")
     if k % BLOCK:
@@ -95,14 +95,6 @@ def one_of(names: Sequence[str]) -> str:
     """ "float32, float16 or bfloat16"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def require_matrix(
-    name: str, x: Any, on_device: bool, wanted: Sequence[str] = ("float32",)
-) -> tuple[int, int, str]:
-    """(rows, columns, dtype) of a 2-dimensional C-contiguous array, see `require_array`."""
-    (rows, columns), found = require_array(name, x, on_device, wanted, 2)
-    return rows, columns, found
 
 
 def require_array(
@@ -188,26 +180,18 @@ def require_start_of_a(start: int, dtype: str) -> None:
         )
 
 
-def require_out(out: Any, a: Any, m: int, n: int, on_device: bool, dtype: str = "float32") -> None:
-    """TypeError or ValueError unless C [M, N] may be written to out, or out is None."""
+def require_out(out: Any, shape: tuple[int, ...], on_device: bool, dtype: str) -> None:
+    """TypeError or ValueError unless C of this shape may be written to out, or out is None. Its
+    place on a GPU is looked at by who knows the places of all operands (`require_place`)."""
     if out is None:
         return
     if is_device_array(out) != on_device:
-        kinds = ("on the GPU", "a NumPy array")
-        raise TypeError(f"out must be {kinds[not on_device]}, as a is")
-    *shape, _ = require_matrix("out", out, on_device, (dtype,))
-    if shape != [m, n]:
-        raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {shape}")
-    if not on_device:
-        if not out.flags.writeable:
-            raise _read_only(m, n)
-        return
-    start, read_only = out.__cuda_array_interface__["data"]
-    if read_only:
-        raise _read_only(m, n)
-    facts = a.__cuda_array_interface__
-    size_of_a = np.dtype(facts["typestr"]).itemsize * m * facts["shape"][1]
-    require_place(start, ARRAYS[dtype].itemsize * m * n, facts["data"][0], size_of_a)
+        raise TypeError(f"out must be {('a NumPy array', 'on the GPU')[on_device]}, as a is")
+    found, _ = require_array("out", out, on_device, (dtype,), len(shape))
+    if found != shape:
+        raise ValueError(f"out must have shape {list(shape)}, got {list(found)}")
+    if out.__cuda_array_interface__["data"][1] if on_device else not out.flags.writeable:
+        raise _read_only(shape)
 
 
 def require_apart(out: Any, **read: Any) -> None:
@@ -242,8 +226,8 @@ def require_finite(name: str, x: np.ndarray, dtype: str) -> None:
         raise ValueError(f"{name} has {np.count_nonzero(~finite)} values that are NaN or Inf")
 
 
-def _read_only(m: int, n: int) -> ValueError:
-    return ValueError(f"out [{m}, {n}] is read-only: C needs an array that may be written")
+def _read_only(shape: Sequence[int]) -> ValueError:
+    return ValueError(f"out {list(shape)} is read-only: C needs an array that may be written")
 
 
 def require_place(start: int, size: int, read: int, size_read: int, name: str = "a") -> None:
@@ -299,13 +283,15 @@ def address(
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]
     if name == "out" and facts[1]:
-        raise _read_only(*shape[:2])
+        raise _read_only(shape)
     return int(facts[0])
 
 
 def empty_beside(a: Any, shape: tuple[int, ...], dtype: str, machine: Any) -> Any:
-    """A new array on the GPU of `a`, of the same library: torch, CuPy, else Numba. Memory of torch
-    and CuPy is of their own pools and in the order of their current stream."""
+    """A new array of the library of `a`, on its GPU: NumPy, torch, CuPy, else Numba. Memory of
+    torch and CuPy is of their own pools and in the order of their current stream."""
+    if isinstance(a, np.ndarray):
+        return np.empty(shape, ARRAYS[dtype])
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and isinstance(a, torch.Tensor):
         return a.new_empty(shape, dtype=getattr(torch, dtype))

@@ -1,16 +1,10 @@
 """Plans: all that products of one shape need, made once; a call then only launches.
 
-    plan = gemm.plan(m, w)          # w: blocks, or what `pack` made of them
-    plan(a, out)                    # a: float32 [m, K], out: float32 [m, N], both on the GPU
-
-    plan = gemm.plan(m, w, input="float16", dtype="float16")        # a and out as most models do
-
 A call checks type, shape, contiguity and address of both arrays, puts the two addresses into its
 launches (`steps.product.prepared`) and launches one or two kernels, at a few microseconds of host
-time each. It allocates nothing, copies nothing, waits for nothing and looks at no value. (Steps 2
-to 4 are the exception, as in `steps.product.gemm`: outside of a graph `a` is fetched and checked.)
-The arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the current
-stream of their library, or on the `stream` that the plan or the call names.
+time each. It allocates nothing, copies nothing, waits for nothing and looks at no value (but for
+steps 2 to 4, see `steps.product.gemm`). The arrays may be Numba's, torch's or CuPy's, others in
+each call.
 
 A call may be captured into a CUDA graph, which replays it with the addresses it had then:
 
@@ -49,7 +43,7 @@ from steps.product.operands import (
     float_name,
     is_device_array,
     require_apart,
-    require_matrix,
+    require_array,
 )
 
 if TYPE_CHECKING:
@@ -160,7 +154,7 @@ class Plan:
         """The same as a call on a GPU."""
         asked = self.choice.request
         for name, x, own, dtype in (("a", a, self._a, asked.a), ("out", out, self._out, asked.c)):
-            if require_matrix(name, x, False, (dtype,))[:2] != own.shape:
+            if require_array(name, x, False, (dtype,), 2)[0] != own.shape:
                 raise ValueError(f"{name} must have shape {list(own.shape)}, got {list(x.shape)}")
         require_apart(out, a=a)
         if reads_blocks(self.choice):
