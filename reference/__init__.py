@@ -26,7 +26,7 @@ from reference.problem import (
     INPUTS,
     OF_BLOCKS,
     ExpertsProblem,
-    PrequantizedProblem,
+    GivenProblem,
     Problem,
 )
 from reference.product import same_operands, unquantized

@@ -13,6 +13,7 @@ from qformats import FORMATS
 from reference import (
     Q81,
     Bfloats,
+    GivenProblem,
     Halves,
     Problem,
     Tokens,
@@ -34,7 +35,6 @@ from steps.checks.fuzz_cases import (
     VIA,
     WEIGHTS,
     FuzzCase,
-    GivenProblem,
     cases,
 )
 from steps.checks.select import UsageError
