@@ -51,13 +51,14 @@ class _Registers(CheckedArray):
 
     def __init__(self, layout: _Layout, alignment: int):
         _, values, self.shape, self.dtype, found = layout
-        self._values = values.copy()
+        self._values: Any = values.copy()
         self._cast, self._stored, self._low, self._high = found
         self.alignment = alignment
 
     def in_memory(self) -> CheckedArray:
         """The same array, from now on with `data`."""
         data = np.array(self._values, self.dtype).reshape(self.shape)
+        self._values = None  # which its rows look for
         self.__class__ = CheckedArray  # type: ignore[assignment]
         CheckedArray.__init__(self, data, _NAME, "local", self.alignment)
         return self
@@ -102,6 +103,8 @@ class _Table(_Registers):
             rows, columns = self.shape
             if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
                 return self._values[i * columns + j]
+        elif type(key) is int and 0 <= key < self.shape[0]:
+            return _RowOf(self, key)
         return self.in_memory()[key]
 
     def __setitem__(self, key, value) -> None:
@@ -117,6 +120,43 @@ class _Table(_Registers):
                     self._values[i * columns + j] = self._cast(value)
                 return
         self.in_memory()[key] = value
+
+
+class _RowOf(_Registers):
+    """A row of a table: its values are the table's, or lie in memory where that does."""
+
+    __slots__ = ()
+
+    def __init__(self, table: _Table, i: int):
+        self._table, self.shape, self.dtype = table, table.shape[1:], table.dtype
+        self._first = i * table.shape[1]
+        self._cast, self._stored = table._cast, table._stored
+        self._low, self._high, self.alignment = table._low, table._high, table.alignment
+
+    def in_memory(self) -> CheckedArray:
+        table = self._table if self._table._values is None else self._table.in_memory()
+        data = table.data[self._first // self.shape[0]]
+        self.__class__ = CheckedArray  # type: ignore[assignment]
+        CheckedArray.__init__(self, data, _NAME, "local", self.alignment)
+        return self
+
+    def __getitem__(self, key):
+        values = self._table._values
+        if type(key) is int and 0 <= key < self.shape[0] and values is not None:
+            return values[self._first + key]
+        return self.in_memory()[key]
+
+    def __setitem__(self, key, value) -> None:
+        values = self._table._values
+        if type(key) is int and 0 <= key < self.shape[0] and values is not None:
+            if type(value) is self._stored and (
+                self._low is None or self._low <= value <= self._high
+            ):
+                values[self._first + key] = value
+            else:
+                values[self._first + key] = self._cast(value)
+        else:
+            self.in_memory()[key] = value
 
 
 @cache

@@ -49,6 +49,10 @@ def test_a_local_array_stores_and_loads_as_an_array_in_memory(
         memory = CheckedArray(np.zeros(shape, dtype), "memory")
         with np.errstate(all="ignore"):
             local[at] = memory[at] = value
+            if len(shape) == 2:  # through a row, which shares its values
+                local[at] = 0
+                local[1][2] = value
+                np.testing.assert_array_equal(local[1][2], memory[at])
         assert type(local[at]) is type(memory[at])
         np.testing.assert_array_equal(local[at], memory[at])
         np.testing.assert_array_equal(local.data[at], memory.data[at])  # in memory from here on
@@ -57,24 +61,28 @@ def test_a_local_array_stores_and_loads_as_an_array_in_memory(
 
 @pytest.mark.parametrize("key", [5, -1, (0, 0), 1.0])
 def test_a_local_array_checks_its_index(key: object) -> None:
-    local = local_array(5, np.dtype("f4"))
+    local, row = local_array(5, np.dtype("f4")), local_array((2, 5), np.dtype("f4"))[1]
     said = []
-    for array in (local, CheckedArray(np.zeros(5, np.float32), "local array", "local")):
+    for array in (local, row, CheckedArray(np.zeros(5, np.float32), "local array", "local")):
         with pytest.raises(SimulatorError) as error:
             array[key]
         said.append((type(error.value), str(error.value)))
         with pytest.raises(SimulatorError):
             array[key] = 1.0
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 def test_a_local_array_begins_as_garbage_and_keeps_what_it_held() -> None:
     local = local_array((2, 2), np.dtype("f4"))
     assert math.isnan(local[1, 1])
     local[0, 1] = 2.0
-    row = local[0]  # shares its memory
+    row, other = local[0], local[1]  # share its values
     row[0] = 3.0
     assert (local[0, 0], local[0, 1]) == (3.0, 2.0)
+    for each in (row, local):  # and its memory, once there is some
+        assert each.data.dtype == np.float32
+        row[1], other[1] = 4.0, 5.0
+        assert (local[0, 1], local[1, 1], row[0]) == (4.0, 5.0, 3.0)
     assert local_array(1, np.dtype("i1"))[0] == -91
 
 
