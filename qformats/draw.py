@@ -8,10 +8,8 @@ are integers in the block too: `factors` says which bit is whose there.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import Final
 
@@ -136,40 +134,6 @@ def factors(fmt: Format) -> dict[str, tuple[tuple[int, int], ...]]:
         for what, first, low in (("s", 0, 0), ("m", 4, 4))
         for i in groups
     }
-
-
-@cache
-def _whose(fmt: Format) -> Mapping[int, Mapping[int, tuple[str, int]]]:
-    """Byte of a block -> bit of it -> (of what, which bit of that)."""
-    whose: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
-    for element in range(fmt.elements):
-        for bit, (at, low) in enumerate(places(fmt, element)):
-            whose[at][low] = f"the code of weight {element}", bit
-    for factor, bits in factors(fmt).items():
-        first = int(factor[1:]) * fmt.group
-        what = "scale" if factor[0] == "s" else "minimum"
-        for bit, (at, low) in enumerate(bits):
-            whose[at][low] = f"the {what} of weights {first} to {first + fmt.group - 1}", bit
-    return whose
-
-
-def meaning(fmt: Format, byte: int) -> tuple[str, list[str]]:
-    """What a byte of a block holds: (its field, a sentence for each run of its bits)."""
-    name, start, _, _ = next(each for each in _extents(fmt) if each[1] <= byte < each[2])
-    whose = _whose(fmt).get(byte)
-    if not whose:
-        holds = _HOLDS_INSTEAD.get(fmt.name, {}).get(name) or _HOLDS[name]
-        size = fmt.dtype[name].itemsize
-        low = 8 * (byte - start)
-        part = f"{_span(low, low + 7)} of {name}" if size > 1 else name
-        return name, [f"{part}: {holds}"]
-    said = []
-    order = sorted(whose)
-    for (what, _), run in groupby(order, key=lambda bit: (whose[bit][0], whose[bit][1] - bit)):
-        own = list(run)
-        low, high = whose[own[0]][1], whose[own[-1]][1]
-        said.append(f"{_span(own[0], own[-1])}: {_span(low, high)} of {what}")
-    return name, said
 
 
 def draw(fmt: Format, ink: Ink = PLAIN) -> str:

@@ -9,7 +9,7 @@ readme.py          the tables of README.md
 complete.py        results/RESULTS.md
 models.py          tables of whole models
 generated.py       writes all of these, and checks that they are of the current runs
-page.py            one HTML page: ladder, steps, museum
+page.py            one HTML page: ladder, charts, steps
 markup.py          docstrings, worklog and source as HTML
 machine_code.py    a step's machine code in figures, and its source beside it
 """

@@ -164,12 +164,11 @@ def python(source: str) -> tuple[Code, ...]:
     return made[:-1] if not texts[-1] else made
 
 
-def body(source: str, *, imports: bool = True) -> list[Code]:
-    """The lines of a module after its docstring; without `imports` also after those."""
+def body(source: str) -> list[Code]:
+    """The lines of a module after its docstring."""
     first = 0
     for node in ast.parse(source).body:
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or (not imports and isinstance(node, ast.Import | ast.ImportFrom)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             first = node.end_lineno or 0
     return trimmed(python(source)[first:])
 

@@ -1,10 +1,9 @@
 """One self-contained HTML page about the ladder: `python -m results page [--out FILE]`.
 
 A function of one run, of the sources in this tree and of the worklog: every figure of a measurement
-comes out of the run, every line of code out of the steps, and the output of the wrong kernels of
-the museum is computed while the page is made. Registers and opcodes are those of the offline
-compiler, and pictures of memory those of the simulator: they take most of the two minutes that this
-needs. Nothing is kept from one time to the next.
+comes out of the run, every line of code out of the steps. Registers and opcodes are those of the
+offline compiler, and pictures of memory those of the simulator: they take most of the two minutes
+that this needs. Nothing is kept from one time to the next.
 
 The page asks for nothing: styles and charts are in it, there is no script, and links lead to other
 places in it. Its text is in `page.html.jinja`, its looks in `page.css`.
@@ -20,8 +19,6 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from qformats import FORMATS
-from qformats.draw import meaning
 from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Run
@@ -29,13 +26,10 @@ from results.record.store import read
 from results.render import charts, complete, markup, query, readme, rows
 from results.render.machine_code import Compiler, beside, compiled, main_work
 from results.render.staleness import STALE_NOTE, stale_keys
-from results.render.table import Column, Table, dims, of_records, progress
+from results.render.table import dims, of_records, progress
 from steps import ladder
 from steps.checks.select import branches
 from steps.contract import Step
-from steps.learn import pitfalls
-from steps.learn.pitfalls import Finding, Pitfall, right
-from steps.learn.pitfalls.exhibit import error_of, value_of
 from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, Picture, picture
 from steps.registry import find, following, parent_of, source
@@ -67,9 +61,9 @@ def build(
     run = read(path)
     stale = stale_keys(run, root)
     log = markup.worklog(root / "results" / "worklog")
-    steps, museum = ladder(), pitfalls.pitfalls()
+    steps = ladder()
     at_home = {rung.row.step: rung.row for panel in query.ladder(run) for rung in panel.rungs}
-    with progress(len(steps) + 2) as say:
+    with progress(len(steps) + 1) as say:
         say("charts")
         pictures = _charts(run)
         sections: list[dict[str, Any]] = []
@@ -92,8 +86,6 @@ def build(
                 | measured
                 | of_code
             )
-        say("the museum")
-        exhibits = [_exhibit(one, pitfalls.examine(one)) for one in museum]
     return (
         markup.templates()
         .get_template("page.html.jinja")
@@ -106,12 +98,7 @@ def build(
             sections=sections,
             legend=LEGEND,
             lines=sorted({n for each in sections for n, _ in each["instructions"]}),
-            blocks=[_block(name) for name in FORMATS],
             stale_note=markup.inline(STALE_NOTE) if stale else None,
-            exhibits=exhibits,
-            museum=_museum(exhibits),
-            right=markup.body(inspect.getsource(right), imports=False),
-            layers=markup.markdown((inspect.getdoc(pitfalls.exhibit) or "").partition("\n\n")[2]),
             protocol=markup.markdown(inspect.getdoc(protocol) or ""),
             facts=complete.facts(run.env),
             limits=complete.limits(run.env),
@@ -129,14 +116,6 @@ def _charts(run: Run) -> dict[str, dict[str, Any]]:
         svg = markup.picture(files[f"{name}.svg"], name, chart.title, said)
         found[name] = {"name": name, "title": chart.title, "finding": said, "svg": svg}
     return found
-
-
-def _block(name: str) -> dict[str, Any]:
-    """A format's block byte by byte: the field that each is of, and what its bits hold."""
-    fmt = FORMATS[name]
-    bytes_ = [(i, *meaning(fmt, i)) for i in range(fmt.block_bytes)]
-    fields = list(dict.fromkeys(field for _, field, _ in bytes_))
-    return {"name": name, "elements": fmt.elements, "bytes": bytes_, "fields": fields}
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -192,45 +171,3 @@ def _code_of(step: Step, machine: Any) -> dict[str, Any]:
         "changed": sum(len(each.after) for each in hunks if not each.same),
         "source": own,
     }
-
-
-# --- the museum -----------------------------------------------------------------------------------
-
-
-def _exhibit(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
-    """A wrong kernel: its story, its code, its output and the right one."""
-    home = next(
-        module
-        for name, module in sys.modules.items()
-        if name.startswith(f"{pitfalls.__name__}.p") and getattr(module, "PITFALL", None) is pitfall
-    )
-    code = markup.body(inspect.getsource(home), imports=False)
-    end = next((i for i, line in enumerate(code) if line.text.startswith("PITFALL")), len(code))
-    return {
-        "number": pitfall.number,
-        "title": pitfall.title,
-        "story": markup.inline(" ".join(pitfall.story.split())),
-        "format": pitfall.format.upper(),
-        "right": f"{finding.expected:g}",
-        "wrong": value_of(finding),
-        "error": error_of(finding.nmse),
-        "caught": ", ".join(finding.layers) if finding.caught else "**not caught**",
-        "heard": finding.layers,
-        "code": markup.trimmed(code[:end]),
-    }
-
-
-def _museum(exhibits: list[dict[str, Any]]) -> Table:
-    def of(key: str, name: str = "", words: bool = False) -> Column:
-        return Column(name or key, lambda each: str(each[key]), words)
-
-    return of_records(
-        (
-            of("number", "no."),
-            Column("pitfall", lambda e: f"[{e['title']}](#pitfall-{e['number']})", words=True),
-            *(of("format"), of("right"), of("wrong"), of("error", "NMSE")),
-            of("caught", "caught by", words=True),
-        ),
-        exhibits,
-        "Right and wrong: the value of one block computed by hand. NMSE: a small random problem.",
-    )

@@ -10,7 +10,7 @@ import pytest
 
 from qformats import BLOCK, FORMATS
 from qformats.blocks import alignment, offsets
-from qformats.draw import BOXES, COLOUR, draw, factors, meaning, places
+from qformats.draw import BOXES, COLOUR, draw, factors, places
 
 name_of_format = pytest.mark.parametrize("name", list(FORMATS))
 name_of_k_quant = pytest.mark.parametrize("name", [n for n in FORMATS if n.endswith("_k")])
@@ -198,29 +198,3 @@ def test_plain_is_ascii_and_narrow_and_colour_changes_nothing_else(name):
     assert "\x1b" in draw(fmt, COLOUR)
     assert ANSI.sub("", draw(fmt, COLOUR)) == draw(fmt, BOXES)
     assert draw(fmt, BOXES).translate(str.maketrans("─│┌┬┐└┴┘", "-|++++++")) == text
-
-
-@name_of_format
-def test_each_byte_says_whose_weights_it_holds(name: str) -> None:
-    """Turn all bits of a byte over: the codes that change are those of the weights it names."""
-    fmt = FORMATS[name]
-    block = np.frombuffer(np.random.default_rng(7).bytes(fmt.block_bytes), fmt.dtype)
-    for byte in range(fmt.block_bytes):
-        field, said = meaning(fmt, byte)
-        raw = bytearray(block.tobytes())
-        raw[byte] ^= 0xFF
-        changed = np.frombuffer(bytes(raw), fmt.dtype)
-        differ = set(np.flatnonzero(fmt.codes(changed) != fmt.codes(block)).tolist())
-        named = {int(n) for each in said for n in re.findall(r"of the code of weight (\d+)", each)}
-        assert named == differ, (byte, field)
-        if named or " of weights " in said[0]:
-            bits = [bit for each in said for bit in _bits(each.partition(":")[0])]
-            assert sorted(bits) == list(range(8)), "each bit once"
-        else:
-            assert field in said[0]
-
-
-def _bits(text: str) -> range:
-    """Of "bits 7..4" or "bit 0"."""
-    high, _, low = text.removeprefix("bits ").removeprefix("bit ").partition("..")
-    return range(int(low or high), int(high) + 1)

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import strategies as st
 from markupsafe import Markup
 
-from qformats import FORMATS
 from results import __main__ as command
 from results.record import store
 from results.record.schema import Run
@@ -24,7 +23,6 @@ from results.render import markup, page, table
 from results.render.machine_code import Compiled, Opcode, compiled
 from steps import ladder
 from steps.contract import Step
-from steps.learn.pitfalls import pitfalls
 from steps.learn.trace.picture import Picture, picture
 from steps.registry import find, following, parent_of, source
 from steps.simulator.lanes import Site
@@ -34,7 +32,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"
 ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("page")  # one process makes `shown`
-SECTIONS = ("ladder", "called", "charts", "blocks", "steps", "museum", "method")
+SECTIONS = ("ladder", "called", "charts", "steps", "method")
 
 
 class Page(HTMLParser):
@@ -165,7 +163,6 @@ def assert_whole(each: Page) -> None:
     assert each.html.startswith("<!DOCTYPE html>")
     assert each.faults == []
     wanted = [*SECTIONS, *(f"step-{step.number}" for step in ladder())]
-    wanted += [f"block-{name}" for name in FORMATS]
     assert set(wanted) <= set(each.ids)
     assert [name for name in each.ids if name in SECTIONS] == list(SECTIONS)
     assert len(each.ids) == len(set(each.ids))
@@ -193,7 +190,6 @@ def assert_whole(each: Page) -> None:
 
 def test_the_page_of_a_run_is_whole(shown: Page) -> None:
     assert_whole(shown)
-    assert {f"pitfall-{one.number}" for one in pitfalls()} <= set(shown.ids)
 
 
 def test_pictures_say_in_words_and_figures_what_they_show(shown: Page) -> None:
@@ -264,19 +260,6 @@ def test_each_step_has_its_lesson_its_outcome_and_its_figures(shown: Page, run: 
                 assert table.number(value or 0) in text
 
 
-def test_exhibits_show_what_is_wrong_and_what_is_right(shown: Page) -> None:
-    text = shown.text["pitfall-1"]
-    assert "125" in text
-    assert "141" in text
-    assert "golden value" in text
-    assert shown.html.count('class="l mark"') >= 10
-    for pitfall in pitfalls():
-        source = shown.source(f"pitfall-{pitfall.number}")
-        assert source, pitfall.title
-        assert not any("PITFALL" in line or "import" in line for _, line in source)
-    assert "not caught" not in shown.text["museum"]
-
-
 def test_requests_of_a_step_are_drawn_lane_by_lane(shown: Page) -> None:
     text = re.sub(r"\s+", " ", shown.text["step-3"])
     assert "load, 2 bytes a lane, of w in global memory" in text
@@ -296,14 +279,6 @@ def test_instructions_stand_beside_the_line_they_are_of(shown: Page) -> None:
         assert f".beside:has(.n{lines[0]}:hover) .n{lines[0]} " in shown.html
     own = source(find(1))[kernel_lines(find(1))[0] - 1].strip()
     assert own in shown.text["step-1"]
-
-
-def test_blocks_are_there_byte_by_byte(shown: Page) -> None:
-    for name, fmt in FORMATS.items():
-        bytes_ = [given for tag, given in shown.tags if given.get("name") == f"block-{name}"]
-        assert len(bytes_) == fmt.block_bytes
-    text = re.sub(r"\s+", " ", shown.text["blocks"])
-    assert "bits 7..4: bits 3..0 of the code of weight 31" in text
 
 
 def test_machine_and_protocol_are_those_of_the_run(shown: Page, run: Run) -> None:
@@ -398,15 +373,6 @@ def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.Monke
     assert asked == ["sm_90a"], "a GPU of 8.0 cannot run it: for the one that can"
 
 
-def test_a_field_has_one_colour_in_all_formats() -> None:
-    """A class by its name, of which the style sheet knows the colour."""
-    style = (ROOT / "results" / "render" / "page.css").read_text(encoding="utf-8")
-    of_field = re.findall(r"(?m)^:?(?:is\()?((?:\.of-\w+(?:, )?)+)\)? \{ --field", style)
-    coloured = Counter(name for each in of_field for name in re.findall(r"of-(\w+)", each))
-    names = {name for fmt in FORMATS.values() for name in fmt.dtype.names or ()}
-    assert coloured == Counter(names)
-
-
 def test_the_command_writes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,11 +403,8 @@ addEventListener("load", () => {
         && each.getBoundingClientRect().right > width).map(each => each.textContent)];
     const closed = wide();
     const line = "#step-1 .request .lane .line", before = style(line).animationName;
-    const byte = page.querySelector("#blocks .block details:nth-of-type(3)");
-    const shut = byte.open;
     page.querySelector("#step-1 .request .play input").click();
-    byte.querySelector("summary").click();
-    const moved = [before, style(line).animationName, shut, byte.open];
+    const moved = [before, style(line).animationName];
     all("details").forEach(each => each.open = true);
     const drawn = all("svg.chart text").filter(each => each.getBoundingClientRect().height > 0);
     return {wide: [...closed, ...wide()], moved, drawn: drawn.length,
@@ -456,7 +419,7 @@ addEventListener("load", () => {
 @pytest.mark.parametrize("dark", [False, True])
 def test_in_chromium(shown: Page, tmp_path: Path, dark: bool) -> None:
     """On a phone and on a desk, closed and with all opened: nothing is cut off, charts have their
-    texts, lanes come one by one and a byte opens, without a script of the page's own."""
+    texts, and lanes come one by one, without a script of the page's own."""
     (tmp_path / "report.html").write_text(shown.html, encoding="utf-8")
     frames = "".join(
         f'<iframe src="report.html" width="{w}" height="800"></iframe>' for w in WIDTHS
@@ -479,7 +442,7 @@ def test_in_chromium(shown: Page, tmp_path: Path, dark: bool) -> None:
     assert found, done.stdout[-500:] + done.stderr[-2000:]
     for told in json.loads(base64.b64decode(found[1])):
         assert told["wide"] == []
-        assert told["moved"] == ["none", "comes", False, True]
+        assert told["moved"] == ["none", "comes"]
         assert told["drawn"] > 100
         paper = sum(map(int, re.findall(r"\d+", told["paper"])))
         assert (paper < 3 * 64) == dark
