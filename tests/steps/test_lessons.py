@@ -50,13 +50,13 @@ def check(step, name):
     for family in step.families:
         given = (step.inputs or ("float32",))[0]
         pruned = step.accuracy == "pruned"
-        problem = Problem(3, 21, 160, name, "integer", 0, given, pruned=pruned)
+        problem = Problem(3, 21, 64, name, "integer", 0, given, pruned=pruned)
         c = np.full((3, 21), np.nan, step.outputs[0])
         given = (np.array(problem.a), Machine)
         if step.branch == "experts":  # one: that of all rows
             given += (np.zeros((3, 1), np.int32),)
         a = step.activations[family](*given)
-        launch = step.prepare(Machine, FORMATS[name], family, Shape(3, 21, 160),
+        launch = step.prepare(Machine, FORMATS[name], family, Shape(3, 21, 64),
                               step.pack(problem.blocks), a.arrays, c)
         for one in (*a.launches, launch):
             Machine.run(one)
