@@ -26,7 +26,7 @@ from reference.problem import (
     INPUTS,
     OF_BLOCKS,
     ExpertsProblem,
-    GivenProblem,
+    PrequantizedProblem,
     Problem,
 )
 from reference.product import same_operands, unquantized

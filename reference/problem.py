@@ -26,7 +26,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -225,26 +225,51 @@ class Problem:
         )
 
 
-class GivenProblem(Problem):
-    """A product of an A and blocks that are there, such as those of a fuzz case: float32 or float16
-    A, or float32 of bfloat16's numbers; blocks [N, K/elements]. What they were quantized from is
-    not known. distribution: what both were drawn from; of "integer" the product is exact.
+class PrequantizedProblem(Problem):
+    """A product with prequantized weights, such as a tensor of a file: A alone is drawn.
+
+    blocks: structured[N, K/elements] of any format, kept as they are and not copied; they must not
+    change. There is no `w`, which they were quantized from. ValueError for blocks that are no
+    matrix and for a distribution that is of weights too (`DISTRIBUTIONS` are those of A alone).
     """
+
+    DISTRIBUTIONS: ClassVar = ("uniform", "normal", "llm")
 
     # As dataclasses compare, two matrices of one shape would be the same problem.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, a: Array, blocks: Array, input: str, distribution: str = "normal") -> None:
+    def __init__(
+        self,
+        m: int,
+        blocks: Array,
+        distribution: str = "normal",
+        seed: int = 0,
+        input: str = "float32",
+    ) -> None:
         fmt = format_of(blocks)
+        if blocks.ndim != 2:
+            raise ValueError(
+                f"weights must be blocks [N, K/{fmt.elements}], got the shape {list(blocks.shape)}"
+            )
+        if distribution not in self.DISTRIBUTIONS:
+            raise ValueError(
+                f"A alone is drawn, from one of {', '.join(self.DISTRIBUTIONS)}, "
+                f"got {distribution!r}"
+            )
         n, deep = blocks.shape
-        super().__init__(len(a), n, deep * fmt.elements, fmt.name, distribution, 0, input)
-        self.__dict__.update(a=a, blocks=frozen(blocks.view()))
+        super().__init__(m, n, deep * fmt.elements, fmt.name, distribution, seed, input)
+        self.__dict__["blocks"] = frozen(blocks.view())
 
     @property
     def knows_floats(self) -> bool:
         """No."""
         return False
+
+    @cached_property
+    def w(self) -> Array:
+        """ValueError: there is none."""
+        raise ValueError("the floats that these prequantized weights came from are not known")
 
 
 @dataclass(frozen=True)

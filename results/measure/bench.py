@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from qformats import WEIGHT_FORMATS
-from reference import BENCH_SHAPES, OF_BLOCKS
+from reference import BENCH_SHAPES
+from reference.problem import PrequantizedProblem
 from results.measure import cublas
 from results.measure.by_chain import ChainedData
 from results.measure.by_experts import ExpertsData
@@ -425,7 +426,7 @@ def measure_loops(
                    "normal" stands in.
     wrong        : (step, family, format) -> why it must not be timed, because its checks failed.
     """
-    if distribution in OF_BLOCKS:
+    if distribution not in PrequantizedProblem.DISTRIBUTIONS:
         distribution = "normal"
     kept: dict[tuple[Any, ...], Data] = {}
     now = remembered(source_hash)

@@ -18,9 +18,10 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
-from reference import GivenProblem, Problem, Reference, check
+from reference import Problem, Reference, check
 from results.measure.products import COMPARED, Data, Packed, PartOf, Shared
 from steps.blocks.chained import multiplies_twice
+from steps.checks.fuzz_cases import GivenProblem
 from steps.contract import Activations, Launch, Shape, Work
 from steps.kernels.parts.activations.layouts import decode
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from qformats import BLOCK, FORMATS, format_of
-from reference import GivenProblem, Problem, Reference, bfloat16_values, check
+from reference import Problem, Reference, bfloat16_values, check
 from reference.product import Operands, Terms, factors, terms
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.checks import fuzz_experts
-from steps.checks.fuzz_cases import FuzzCase
+from steps.checks.fuzz_cases import FuzzCase, GivenProblem
 from steps.checks.fuzz_experts import ExpertsCase
 from steps.checks.run import fatal
 from steps.checks.verify import multiply, operands, prepare, require_unchanged

@@ -18,7 +18,7 @@ import numpy as np
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.repack import prune
 from qformats.storage import storage_format
-from reference import GivenProblem, Problem
+from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
 from steps.blocks.chained import multiplies_twice
 from steps.checks.cases import require_depth
@@ -173,6 +173,18 @@ class FuzzCase:
                 largest = 10.0 ** rng.uniform(*LARGE[self.a])
                 x[m] *= np.float32(largest / max(1e-3, float(np.abs(x[m]).max())))
         return rounded_to_bfloat16(x) if self.a == "bfloat16" else x.astype(self.a)
+
+
+class GivenProblem(PrequantizedProblem):
+    """A product of an A and blocks that are there; a: float32 or float16, or float32 of bfloat16's
+    numbers. distribution: what both were drawn from; of "integer" the product is exact."""
+
+    def __init__(
+        self, a: np.ndarray, blocks: np.ndarray, input: str, distribution: str = "normal"
+    ) -> None:
+        super().__init__(len(a), blocks, input=input)
+        object.__setattr__(self, "distribution", distribution)
+        self.__dict__["a"] = a
 
 
 def cases(

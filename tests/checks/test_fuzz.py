@@ -13,7 +13,6 @@ from qformats import FORMATS
 from reference import (
     Q81,
     Bfloats,
-    GivenProblem,
     Halves,
     Problem,
     Tokens,
@@ -35,6 +34,7 @@ from steps.checks.fuzz_cases import (
     VIA,
     WEIGHTS,
     FuzzCase,
+    GivenProblem,
     cases,
 )
 from steps.checks.select import UsageError

@@ -12,7 +12,7 @@ import pytest
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from qformats.gguf_file import tensors
-from reference import GivenProblem, Problem, check, limits, same_operands
+from reference import PrequantizedProblem, Problem, check, limits, same_operands
 from steps import gemm, plan
 from steps.driver.machines import Simulator
 from steps.product import gemm as gemm_module
@@ -46,11 +46,44 @@ def blocks(model: Path, name: str = UP) -> np.ndarray:
     return tensors(model)[name].array
 
 
-def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> None:
-    a, held = Problem(40, N, K, "q4_0").a, blocks(model)
-    one, other = (GivenProblem(a, own, "float32") for own in (held, held[::-1]))
+# --- the problem ----------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_problem_and_a_alone_is_drawn(model: Path) -> None:
+    held = blocks(model)
+    one = PrequantizedProblem(5, held, "llm", 3)
+    assert (one.shape, one.format) == ((5, N, K), "q4_0")
     assert np.shares_memory(one.blocks, held)
-    right = same_operands(a, one.blocks)[0].astype(np.float32)
+    assert not one.blocks.flags.writeable
+    np.testing.assert_array_equal(one.a, Problem(5, N, K, "q4_0", "llm", 3).a)
+    assert not one.knows_floats
+    with pytest.raises(ValueError, match="not known"):
+        _ = one.w
+
+
+def test_two_matrices_of_one_shape_are_two_problems(model: Path) -> None:
+    one, other = PrequantizedProblem(2, blocks(model)), PrequantizedProblem(2, blocks(model)[::-1])
+    assert one != other
+    assert len({one, other, one}) == 2
+
+
+@pytest.mark.parametrize(
+    ("m", "w", "distribution", "said"),
+    [
+        (0, (4, 2), "normal", "must be positive, got M=0"),
+        (1, (4,), "normal", r"blocks \[N, K/32\], got the shape \[4\]"),
+        (1, (4, 0), "normal", "must be positive, got M=1, N=4, K=0"),
+        (1, (4, 2), "integer", "A alone is drawn, from one of uniform, normal, llm, got 'integer'"),
+    ],
+)
+def test_blocks_that_are_no_problem(m: int, w: Any, distribution: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PrequantizedProblem(m, np.zeros(w, FORMATS["q4_0"].dtype), distribution)
+
+
+def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> None:
+    one = PrequantizedProblem(40, blocks(model))
+    right = same_operands(one.a, one.blocks)[0].astype(np.float32)
     verdict = check(right, one, "A16")
     assert verdict.ok
     assert verdict.nmse_float is None
@@ -59,7 +92,7 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
     allowed = limits(one, "A16")
     assert (allowed.nmse_float, allowed.nmse_weights) == (None, None)
     assert not check(right * np.float32(1.001), one, "A16").ok
-    assert one != other
+    other = PrequantizedProblem(40, blocks(model)[::-1])
     assert not check(right, other, "A16").ok, "another matrix of the same shape"
 
 
