@@ -18,6 +18,8 @@
 #   LONG=1          step%, ladder, check: a line for each format
 #   FILE=           check, bench, diff, ptx, sass, trace: a file of your own, such as an exercise
 #   HINT=1 SOLUTION=1    check FILE=: the next TODO in outline; the diff to the step
+#   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
+#                   blk.0.ffn_up.weight, and not random ones
 #   RUN=            tune: the run.json of a bench, whose times are taken; needs no GPU
 #   PROMPT= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat, decoder: one question or a text,
 #                   tokens of an answer, drawn tokens and their seed, exact or fast products
@@ -42,7 +44,7 @@ endif
 
 # What is typed as NAME=value reaches the shell as "$$NAME", of the environment, and is expanded neither
 # by make nor by the shell: quotes, dollars and blanks in it stay what they are.
-VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF ARCH TOOL ONLY RUN OUT SECONDS COUNT CASE JOBS \
+VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS COUNT CASE JOBS \
           LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPU GPUS
 $(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
 # NAME= alone is refused: a shell's variable that is empty would ask for all steps and not for one file.
@@ -60,7 +62,7 @@ MODEL = $(if $(GGUF),"$$GGUF")
 OWN = $(call options,FILE:file)
 DATA = $(call options,FORMAT:format SCHEME:scheme M:m N:n K:k DIST:dist SEED:seed)
 TYPE = $(call options,DTYPE:dtype)
-TOLD = $(DATA) $(TYPE) $(call flags,LONG:long)
+TOLD = $(DATA) $(TYPE) $(call options,GGUF:gguf TENSOR:tensor) $(call flags,LONG:long)
 DRAWN = $(call options,PROMPT:prompt TOKENS:tokens TEMPERATURE:temperature TOP_P:top-p SEED:seed \
         ACCURACY:accuracy GPUS:gpus) $(call flags,REFERENCE:reference)
 LINTED = qformats reference results steps tests

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from qformats import WEIGHT_FORMATS
-from reference import BENCH_SHAPES
+from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
 from results.measure import cublas
 from results.measure.by_chain import ChainedData
@@ -417,6 +417,7 @@ def measure_loops(
     distribution: str = "normal",
     seed: int = 0,
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
+    given: Problem | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[list[Row], list[Peer]]]:
     """(rows, peers) of each loop. Data of one (N, K) is kept until its last loop, copies on the GPU
@@ -425,6 +426,7 @@ def measure_loops(
     distribution : what A and W are drawn from; of what is made of integers nothing is timed, so
                    "normal" stands in.
     wrong        : (step, family, format) -> why it must not be timed, because its checks failed.
+    given        : the problem of the one format and shape, where its weights are not drawn.
     """
     if distribution not in PrequantizedProblem.DISTRIBUTIONS:
         distribution = "normal"
@@ -443,7 +445,7 @@ def measure_loops(
             elif kind == "chained":
                 kept[own] = ChainedData(tokens, n, k, distribution, seed)
             else:
-                kept[own] = Data(tokens, n, k, distribution, seed)
+                kept[own] = Data(tokens, n, k, distribution, seed, given)
         rows, peers = bench.loop(kept[own], m, wanted, wrong)
         if weights[i + 1 : i + 2] != [weights[i]]:
             kept[own].release()

@@ -52,9 +52,12 @@ class Data:
         k: int,
         distribution: str = "normal",
         seed: int = 0,
+        given: Problem | None = None,
     ) -> None:
+        """given: a problem whose blocks are taken, in its one format, such as a file's."""
         self.tokens, self.n, self.k = tokens, n, k
         self.distribution, self.seed = distribution, seed
+        self._given = given
         self._a: dict[str, np.ndarray] = {}
         self._blocks: dict[str, np.ndarray] = {}
         self._packed: dict[tuple[Any, str], Packed] = {}
@@ -69,7 +72,7 @@ class Data:
         """Activations [tokens, K] as a caller has them: values of float16 in float32 or float16, or
         rounded to bfloat16, in uint16."""
         if not self._a:
-            drawn = self._drawn.a
+            drawn = (self._given or self._drawn).a
             self._a["float16"] = drawn.astype(np.float16)
             self._a["float32"] = self._a["float16"].astype(np.float32)
         if dtype == "bfloat16" and dtype not in self._a:
@@ -90,6 +93,8 @@ class Data:
         return values
 
     def blocks(self, format_name: str) -> np.ndarray:
+        if self._given is not None:
+            return self._given.blocks
         if format_name not in self._blocks:
             fmt = FORMATS[format_name]
             self._blocks[format_name] = (
@@ -98,6 +103,10 @@ class Data:
                 else Problem(1, self.n, self.k, format_name, seed=self.seed).blocks
             )
         return self._blocks[format_name]
+
+    @property
+    def knows_floats(self) -> bool:
+        return self._given is None
 
     def packed(self, work: Work) -> Packed:
         """The weights as a step reads them, packed once for all steps that read them so."""
@@ -112,7 +121,7 @@ class Data:
         """Quantize and pack what these works need, on several cores."""
         needed = {(work.step.pack, work.format): work for work in works}
         with ThreadPoolExecutor(THREADS) as pool:
-            if any(FORMATS[name].written for _, name in needed):
+            if self._given is None and any(FORMATS[name].written for _, name in needed):
                 _ = self.w  # drawn once, before the threads ask for it
             list(pool.map(self.blocks, dict.fromkeys(name for _, name in needed)))
             list(pool.map(self.packed, needed.values()))
@@ -159,6 +168,10 @@ class PartOf(Problem):
     def blocks(self) -> np.ndarray:
         blocks = self._source.blocks(self.format)
         return prune(blocks) if self.pruned else blocks
+
+    @property
+    def knows_floats(self) -> bool:
+        return self._source.knows_floats
 
 
 @dataclass(slots=True, eq=False)

@@ -79,17 +79,19 @@ def check_works(
     cases_of: Callable[[Work], Sequence[Case]],
     machine: Callable[[int], Machine],
     report: Callable[[str], None] = lambda _: None,
+    problem_of: Callable[[str], Problem] | None = None,
     dtype: str | None = None,
 ) -> Outcomes:
     """Every case of every work.
 
     cases_of: work -> its cases. machine: lane order -> where a case runs. report: is told of
-    each work. dtype: of C, and of A where the step reads it; None for each step's own.
+    each work. problem_of: dtype of A -> the problem of all cases, where the weights are not drawn
+    but of a file. dtype: of C, and of A where the step reads it; None for each step's own.
     """
     outcomes = Outcomes()
     for work in works:
         report(str(work))
-        results = list(_results(work, cases_of(work), machine, dtype))
+        results = list(_results(work, cases_of(work), machine, problem_of, dtype))
         outcomes.each.append(_outcome(work, results))
         outcomes.broken = next((f"{work}: {r}" for _, r in results if isinstance(r, Lost)), None)
         if outcomes.broken:
@@ -110,6 +112,7 @@ def _results(
     work: Work,
     some: Iterable[Case],
     machine: Callable[[int], Machine],
+    problem_of: Callable[[str], Problem] | None,
     dtype: str | None,
 ) -> Iterator[Result]:
     output = work.output(dtype)
@@ -117,10 +120,13 @@ def _results(
     for case in some:
         bits = GOLDEN[work.format].q81 if case.distribution == "golden" else None
         try:
-            one = drawn(
-                work.format, case.shape, case.distribution, case.seed, input,
-                routing(work.step, case.shape), work.step.accuracy == "pruned",
-            )  # fmt: skip
+            if problem_of is not None:
+                one = problem_of(input)
+            else:
+                one = drawn(
+                    work.format, case.shape, case.distribution, case.seed, input,
+                    routing(work.step, case.shape), work.step.accuracy == "pruned",
+                )  # fmt: skip
             yield case, verify(work.step, work.family, one, machine(case.order), bits, output)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())

@@ -16,5 +16,6 @@ counters.py         counters, by Nsight Compute, and launch
 gpu_tests.py        gpu-tests: is everything right on this GPU?
 doctor.py           what runs on this machine, and what is missing
 warm.py             warm, cache: kernels compiled before they are needed, and kept
+gguf_weights.py     --gguf and --tensor: weights of a file
 language_model.py   chat, decoder, quality: a whole model
 """

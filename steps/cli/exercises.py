@@ -146,7 +146,7 @@ def check(args: Namespace) -> int:
 def _asked(args: Namespace, reference: Step | None) -> Asked:
     """What --format, --scheme, a shape and data limit the check to; UsageError for what no step of
     that number has, and for options that a file's check does not heed."""
-    unheeded = ("json", "long", "quick", "small", "dtype", "order")
+    unheeded = ("gguf", "tensor", "json", "long", "quick", "small", "dtype", "order")
     if given := [name for name in unheeded if getattr(args, name) not in (None, False)]:
         raise UsageError(f"the check of a file does not heed {given[0].upper()}=: leave it out")
     formats: tuple[str, ...] | None = None

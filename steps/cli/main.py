@@ -178,12 +178,13 @@ DTYPE = _option(
 )  # fmt: skip
 ACCURACY = _option("--accuracy", type=_accuracy, default="exact",
                    help="of the products: exact or fast (default exact)")  # fmt: skip
-GGUF = _path("--gguf", "what a model in this file needs")
+GGUF = _path("--gguf", "weights of this file, not random ones")
+TENSOR = _option("--tensor", metavar="NAME", help="the tensor in that file")
 OWN = _path("--file", "a step of your own, such as an exercise")
 JSON = _flag("--json", "print JSON instead of a table")
 QUICK = _flag("--quick", "a third of the shapes per format")
 RUN = (
-    *DATA, DTYPE, JSON,
+    *DATA, DTYPE, GGUF, TENSOR, JSON,
     _option("--order", type=int, help="of the simulator's lanes (0 ascending, -1 descending)"),
     _flag("--long", "a line for each format of each step"),
 )  # fmt: skip

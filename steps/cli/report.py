@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from results.record.codec import plain
 from results.record.schema import Row
@@ -63,7 +64,9 @@ class _Rung:
         return f"ok, {_cases(sum(outcome.cases for outcome in self.outcomes.values()))}"
 
 
-def folded(title: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Table:
+def folded(
+    title: str, outcomes: Sequence[Outcome], rows: Sequence[Row], notes: Sequence[str] = ()
+) -> Table:
     """One line for each step and family, and each shape where it was measured; formats are
     columns."""
     names = sorted({o.work.format for o in outcomes}, key=ALL_FORMATS.index)
@@ -83,7 +86,7 @@ def folded(title: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Tabl
     else:
         columns += [Column(name, _error_in(name)) for name in names]
     columns.append(Column("verdict", lambda rung: rung.verdict, words=True))
-    notes = FAMILIES, *(OF_TIMES if rows else OF_CHECKS)
+    notes = (FAMILIES, *(OF_TIMES if rows else OF_CHECKS), *notes)
     return table.of_records(
         columns, _rungs(outcomes, rows), title, notes, lambda one: "bad" if one.wrong else ""
     )
@@ -155,6 +158,7 @@ def run_table(
     outcomes: Sequence[Outcome],
     rows: Sequence[Row],
     asked: Iterable[int] = (),
+    notes: Sequence[str] = (),
 ) -> Table:
     """One line a work: its rows where it was measured, else its checks.
 
@@ -166,7 +170,7 @@ def run_table(
             *_ERRORS,
             Column("verdict", lambda o: _verdict("ok" if o.ok else "failed", o), words=True),
         )
-        return table.of_records(columns, outcomes, title, tone=lambda o: "" if o.ok else "bad")
+        return table.of_records(columns, outcomes, title, notes, lambda o: "" if o.ok else "bad")
     checked = {(o.work.step.number, o.work.scheme, o.work.format): o for o in outcomes}
     named = set(asked)
 
@@ -181,7 +185,7 @@ def run_table(
     from_to = (Column("A to C", lambda row: f"{row.input} to {row.output}", words=True),) * several
     ends = Column("verdict", verdict, words=True)
     columns = (*_ROW, *from_to, *_ERRORS, *_MEASURED, ends)
-    return table.of_records(columns, rows, title, tone=tone)
+    return table.of_records(columns, rows, title, notes, tone)
 
 
 def _verdict(status: str, outcome: Outcome | None) -> str:
@@ -218,10 +222,13 @@ def sentences(outcomes: Outcomes, rows: Sequence[Row]) -> list[str]:
     return said + ([f"the run ended early: {outcomes.broken}"] if outcomes.broken else [])
 
 
-def as_json(machine: str, outcomes: Outcomes, rows: Sequence[Row]) -> str:
-    """All checks and all rows, no NaN in them."""
+def as_json(
+    machine: str, outcomes: Outcomes, rows: Sequence[Row], tensor: dict[str, Any] | None
+) -> str:
+    """All checks and all rows, no NaN in them; tensor: whose weights were multiplied, if any's."""
     data = {
         "machine": machine,
+        **({"tensor": tensor} if tensor else {}),
         "ok": outcomes.ok and all(row.status != "failed" for row in rows),
         "broken": outcomes.broken,
         "checks": [outcome.as_json() for outcome in outcomes.each],

@@ -20,7 +20,7 @@ from results.render import table
 from steps.checks.cases import Case, cases
 from steps.checks.run import Outcomes, check_works, fatal
 from steps.checks.select import select, with_parents
-from steps.cli import exercises, report
+from steps.cli import exercises, gguf_weights, report
 from steps.cli.arguments import (
     MachineOf,
     formats_of,
@@ -30,6 +30,7 @@ from steps.cli.arguments import (
     shape_of,
     steps_of,
 )
+from steps.cli.gguf_weights import FileWeights
 from steps.compile.dry_run import Recipe
 from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Size, Step, Work
@@ -39,13 +40,15 @@ SIMULATED = "checked in the simulator at small shapes, not timed"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a command line asks for, and where it runs: `why_not` says why that is no GPU."""
+    """What a command line asks for, and where it runs: `why_not` says why that is no GPU. weights:
+    those of a file, if they are not drawn."""
 
     args: Namespace
     steps: Sequence[Step]
     name: str
     machine: MachineOf
     why_not: str | None
+    weights: FileWeights | None
     cc: tuple[int, int] | None
     works: tuple[Work, ...]
 
@@ -54,9 +57,11 @@ class Asked:
         """UsageError for what no step can do there."""
         name, machine, why_not = where
         steps = steps_of(args.steps)
+        weights = gguf_weights.of(args, steps, why_not is not None)
+        formats = formats_of(args.format) if weights is None else (weights.tensor.type,)
         cc = None if why_not is not None else machine(0).cc
-        works = select(steps, formats_of(args.format), args.scheme, cc, args.dtype)
-        return cls(args, steps, name, machine, why_not, cc, works)
+        works = select(steps, formats, args.scheme, cc, args.dtype)
+        return cls(args, steps, name, machine, why_not, weights, cc, works)
 
 
 def run(args: Namespace) -> int:
@@ -105,12 +110,14 @@ def checked(
     asked: Asked, works: Sequence[Work], quick: bool = False, ahead: Sequence[Recipe] = ()
 ) -> Outcomes:
     """The checks of works. ahead: what is launched afterwards, compiled with them on a GPU."""
-    args, simulated = asked.args, asked.why_not is not None
+    args, weights, simulated = asked.args, asked.weights, asked.why_not is not None
     only_checked = simulated or args.command == "check"
     shape = shape_of(args, exercises.SMALL) if only_checked and is_shape_asked(args) else None
     order = getattr(args, "order", None)
 
     def cases_of(work: Work) -> tuple[Case, ...]:
+        if weights is not None:
+            return (weights.case(order),)
         return cases(
             work.format,
             simulated=simulated,
@@ -128,8 +135,9 @@ def checked(
         every = [(w, one.shape) for w in works for one in cases_of(w)]
         wanted = [benching.wanted_in(w, at, w.output(args.dtype)).launched for w, at in every]
         compile_ahead((*wanted, *ahead), asked.machine(0), remark)
+    problem_of = weights.of_input if weights else None
     with table.progress(len(works)) as progress:
-        return check_works(works, cases_of, asked.machine, progress, args.dtype)
+        return check_works(works, cases_of, asked.machine, progress, problem_of, args.dtype)
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ def problems(asked: Asked) -> dict[Size, tuple[Work, ...]]:
     A single step is measured at all of its home shapes, others at the one that charts show."""
     args, at = asked.args, dict[Size, list[Work]]()
     for work in asked.works:
-        homes = home_shapes_of(args, work.step)
+        homes = (asked.weights.problem.shape,) if asked.weights else home_shapes_of(args, work.step)
         for shape in homes if len(asked.steps) == 1 else homes[:1]:
             at.setdefault(shape, []).append(work)
     return {shape: with_parents(own, asked.cc, args.dtype) for shape, own in at.items()}
@@ -166,6 +174,7 @@ def _measured(wanted: Sequence[Wanted], outcomes: Outcomes, asked: Asked) -> Run
                 distribution="normal" if args.dist in (None, "golden") else args.dist,
                 seed=args.seed,
                 wrong=wrong,
+                given=asked.weights.problem if asked.weights else None,
                 report=progress,
             ):
                 rows += found
@@ -184,16 +193,18 @@ def _measured(wanted: Sequence[Wanted], outcomes: Outcomes, asked: Asked) -> Run
 def tell(asked: Asked, outcomes: Outcomes, rows: Sequence[Row]) -> None:
     """Prints what came out: folded for several steps, a line for each format of a single step, of a
     failed one, and where --long asks for it. What was wrong goes to stderr."""
-    args = asked.args
+    args, weights = asked.args, asked.weights
     if args.json:
-        print(report.as_json(asked.name, outcomes, rows))
+        tensor = weights.as_json() if weights else None
+        print(report.as_json(asked.name, outcomes, rows, tensor))
         return
     title = _title(asked, rows)
+    notes = gguf_weights.NOTES if weights else ()
     if len(asked.steps) == 1 or args.long:
         named = {step.number for step in asked.steps}
-        table.show(report.run_table(title, outcomes.each, rows, named))
+        table.show(report.run_table(title, outcomes.each, rows, named, notes))
     else:
-        table.show(report.folded(title, outcomes.each, rows))
+        table.show(report.folded(title, outcomes.each, rows, notes))
         if bad := report.failed(outcomes.each, rows):
             each = [outcome for outcome in outcomes.each if outcome.work.step.number in bad]
             own = [row for row in rows if row.step in bad]
@@ -204,14 +215,16 @@ def tell(asked: Asked, outcomes: Outcomes, rows: Sequence[Row]) -> None:
 
 
 def _title(asked: Asked, rows: Sequence[Row]) -> str:
+    weights = asked.weights
     dtype = f", C in {asked.args.dtype}" if asked.args.dtype else ""
     if asked.why_not is not None:
-        return f"No GPU ({asked.why_not}): {SIMULATED}{dtype}."
+        what = f"{gguf_weights.PART} {weights}" if weights else SIMULATED
+        return f"No GPU ({asked.why_not}): {what}{dtype}."
     if not rows:
-        return f"{asked.name}: checked, not timed{dtype}"
+        return f"{asked.name}: checked, not timed{dtype}" + (f", {weights}" if weights else "")
     at_home = "each step at its home shape"
     where = "at the shape asked for" if is_shape_asked(asked.args) else at_home
-    return f"{asked.name}, {where}{dtype}"
+    return f"{asked.name}, {weights or where}{dtype}"
 
 
 def _chart(run: Run) -> Path | None:

@@ -19,6 +19,7 @@ from results.render import table
 from results.render.table import Column
 from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines, refusing, require_blocks, require_compilable
+from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile import kernel_cache
 from steps.compile.compiler import architecture, capability, compiled
@@ -87,14 +88,10 @@ def _weights(args: Namespace) -> list[Weights]:
         return [(name, args.n, args.k, args.bias) for name in formats_of(args.format)]
     if args.format or args.n or args.k or args.bias:
         raise UsageError("--format, --n, --k and --bias contradict --gguf: a file has its own")
-    from qformats.gguf_file import GGUFError, tensors
-
-    with refusing(GGUFError):
-        named = tensors(args.gguf)
-    taken = (*WEIGHT_FORMATS, *FILE_FORMATS)
+    taken, tensors = (*WEIGHT_FORMATS, *FILE_FORMATS), tensors_of(args.gguf)
     found = {
-        (one.type, *one.shape, f"{name.removesuffix('.weight')}.bias" in named)
-        for name, one in named.items()
+        (one.type, *one.shape, f"{name.removesuffix('.weight')}.bias" in tensors)
+        for name, one in tensors.items()
         if one.type in taken and len(one.shape) == 2
     }
     if not found:

@@ -73,9 +73,12 @@ def test_works_are_checked_in_a_dtype(dtype: str) -> None:
         more["d"] *= np.float16(1.05)
         return right.pack(more)
 
-    case = Case((3, 5, 64), "normal", 7)
+    case, given = Case((3, 5, 64), "normal", 7), Problem(3, 5, 64, "q4_1", input=dtype)
     for pack, ok in ((right.pack, True), (off, False)):
         work = Work(replace(right, launch=launch, pack=pack), "A16", "q4_1")
-        found = check_works([work], lambda _: [case], Simulator, lambda _: None, dtype)
-        assert found.ok == ok
+        for problem_of in (None, lambda _: given):
+            found = check_works(
+                [work], lambda _: [case], Simulator, lambda _: None, problem_of, dtype
+            )
+            assert found.ok == ok
     assert set(seen) == {(dtype if dtype != "float32" else "float16", dtype)}, "as rows"

@@ -118,7 +118,7 @@ def test_the_long_table_has_a_line_for_each_format() -> None:
     ],
 )
 def test_json_has_all_of_it(outcomes: Outcomes, rows: list[Row], ok: bool) -> None:
-    data = json.loads(report.as_json("A GPU", outcomes, rows), parse_constant=pytest.fail)
+    data = json.loads(report.as_json("A GPU", outcomes, rows, None), parse_constant=pytest.fail)
     assert (data["machine"], data["ok"], data["broken"]) == ("A GPU", ok, outcomes.broken)
     assert len(data["checks"]) == len(outcomes.each)
     assert [one["status"] for one in data["rows"]] == [one.status for one in rows]
@@ -127,5 +127,5 @@ def test_json_has_all_of_it(outcomes: Outcomes, rows: list[Row], ok: bool) -> No
 
 def test_json_has_no_nan() -> None:
     bad = Outcomes([outcome(WORKS[0], nmse_same_operands=math.inf, nmse_float=math.nan)])
-    data = json.loads(report.as_json("", bad, []), parse_constant=pytest.fail)
+    data = json.loads(report.as_json("", bad, [], None), parse_constant=pytest.fail)
     assert data["checks"][0]["nmse_same_operands"] is None

@@ -227,4 +227,4 @@ def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     ((shapes, wrong, data),) = asked
     assert shapes == [(512, 4096, 4096), (8, 4096, 14336)]
     assert {key[2] for key in wrong} == {"q8_0"}
-    assert data == {"distribution": "llm", "seed": 3}
+    assert data == {"distribution": "llm", "seed": 3, "given": None}

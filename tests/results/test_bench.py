@@ -19,6 +19,7 @@ import pytest
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Reference
 from reference.bfloat16 import rounded_to_bfloat16
+from reference.problem import PrequantizedProblem
 from results.measure import as_called, cublas, products
 from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
@@ -232,6 +233,18 @@ def test_formats_that_are_only_read_have_floats_of_their_own() -> None:
     part = products.PartOf(2, 4, 256, "q4_k", data=data)
     np.testing.assert_array_equal(part.w, data.floats("q4_k"))
     assert part.w is not data.w
+    assert part.knows_floats
+
+
+def test_weights_that_are_given_are_taken_as_they_are() -> None:
+    blocks = Data(3, 4, 64).blocks("q5_1")
+    given = PrequantizedProblem(3, blocks)
+    rows = measured(fake_bench(), [the_work(1, "q5_1")], (3, 4, 64), given=given)
+    assert [row.status for row in rows] == ["ok"], rows[0].why
+    assert rows[0].nmse_float is None, "nobody knows what they were quantized from"
+    part = products.PartOf(2, 4, 64, "q5_1", data=Data(3, 4, 64, given=given))
+    assert part.blocks is given.blocks
+    assert not part.knows_floats
 
 
 # --- the matrix -----------------------------------------------------------------------------------
