@@ -4,14 +4,20 @@
 
     layer = QuantExperts.from_float(module, "q4_0")         # Qwen3-MoE's, Mixtral's, gpt-oss's
     layer = QuantExperts(gate, up, down)                    # of (blocks, format) each
+    layer = QuantExperts.from_gguf(gate, up, down)          # of a file's ffn_{gate,up,down}_exps
     y = layer(hidden_states, top_k_index, top_k_weights)    # as the experts of transformers
 
 On a GPU a call is two products (`steps.product.experts`): gates and ups with silu(gate) * up, or
 gpt-oss's clamped gate, at their end, and downs with the weighted sum over a token's experts. Gates
 and ups in two formats, or another function, take a product more and torch's own operations between.
-Nothing waits for the GPU. On a CPU the experts in use are dequantized, which is slow. A number that
-is no expert's gives its token NaN. The operators have no gradient, and torch.compile sees each as
-one node. Memory and state dicts are as `steps.nn.linear` says.
+Nothing waits for the GPU, and a call may be captured into a CUDA graph once its number of tokens
+has been used. On a CPU the experts in use are dequantized and torch multiplies, which is slow.
+
+A number that is no expert's gives its token NaN. `check_ids` raises instead, where it is switched
+on: it waits for the GPU.
+
+Blocks stay in host memory; a GPU holds packed weights, as `steps.nn.linear` says. The operators
+have no gradient. torch.compile sees each as one node.
 """
 
 from __future__ import annotations
@@ -50,6 +56,10 @@ else:
     Tensor, nn = torch.Tensor, torch.nn
 
 IDS: Final = {torch.int32: "int32", torch.int64: "int64"}
+
+check_ids = False
+"""Whether every product looks whether its ids are those of experts, for which it waits for the
+GPU: for debugging. A product that is captured or compiled is not checked."""
 
 
 # --- products of experts on a GPU -----------------------------------------------------------------
@@ -138,6 +148,20 @@ def _float(x: Tensor | None) -> Tensor | None:
     return (x if x.dtype in operator.NAMES else x.to(torch.float32)).contiguous()
 
 
+def _check(ids: Tensor, experts: int) -> None:
+    """ValueError for ids that are no expert's, where `check_ids` says so."""
+    if not check_ids or torch.compiler.is_compiling():
+        return
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ids[(ids < 0) | (ids >= experts)]
+    if wrong.numel():
+        raise ValueError(
+            f"{wrong.numel()} ids are no expert's, such as {int(wrong[0])}: there are {experts}, "
+            f"from 0 to {experts - 1}"
+        )
+
+
 def _packed(blocks: Tensor, format: str, device: Any, pack: Any = tiles) -> list[Tensor]:
     """The packed arrays of blocks, uint8 [E, N, bytes of a row], on a GPU."""
     fmt = FORMATS[format]
@@ -149,17 +173,19 @@ def _packed(blocks: Tensor, format: str, device: Any, pack: Any = tiles) -> list
 
 
 @torch.library.custom_op("quantized_gemm::mul_mat_id", mutates_args=(), device_types="cpu")
-def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True) -> Tensor:
     """y[t, s] = x[t] @ dequantize(blocks[ids[t, s]])^T: every token by the experts chosen for it.
 
     blocks : uint8 [E, N, bytes of a row]. x: float32, float16 or bfloat16 [T, K], or [T, S, K] with
              a row for each slot. ids: int32 or int64 [T, S]; where one is not from 0 to E - 1,
-             y[t, s] is NaN.
+             y[t, s] is NaN. checked: whether `check_ids` looks at them.
 
     Returns [T, S, N] in the dtype of x, on its device. A GPU keeps packed weights beside the blocks
     of a file, from the first call on and as long as these.
     """
     y = _products_of_experts(blocks, x, ids, format).fill_(nan)
+    if checked:
+        _check(ids, len(blocks))
     fmt, rows = FORMATS[format], x if x.ndim == 3 else x[:, None].expand(*ids.shape, -1)
     for expert in ids.unique().tolist():
         if 0 <= expert < len(blocks):
@@ -171,9 +197,13 @@ def mul_mat_id(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
 
 
 @mul_mat_id.register_kernel("cuda")
-def _products_on_gpu(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def _products_on_gpu(
+    blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True
+) -> Tensor:
     _products_of_experts(blocks, x, ids, format)
     weights = _of_blocks.of(blocks, format, lambda: _packed(blocks, format, x.device))
+    if checked:
+        _check(ids, len(blocks))
     size = format, len(blocks), blocks.shape[1]
     return _product(x, ids, weights, [], None, None, *size, "", False, False, False)
 
@@ -182,7 +212,9 @@ _of_blocks: KeptWith[list[Tensor]] = KeptWith()
 
 
 @mul_mat_id.register_fake
-def _products_of_experts(blocks: Tensor, x: Tensor, ids: Tensor, format: str) -> Tensor:
+def _products_of_experts(
+    blocks: Tensor, x: Tensor, ids: Tensor, format: str, checked: bool = True
+) -> Tensor:
     _, _, k = _matrices(blocks, format)
     if x.dtype not in operator.NAMES:
         raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
@@ -290,6 +322,39 @@ class QuantExperts(nn.Module):
         return made.train(module.training).to(gate_up.device)
 
     @classmethod
+    def from_gguf(
+        cls, gate: Any, up: Any, down: Any,
+        act_fn: Callable[[Tensor], Tensor] | str = torch.nn.functional.silu, biases: Any = None,
+        *, accuracy: str = "exact",
+    ) -> QuantExperts:  # fmt: skip
+        """Of tensors of a file (`qformats.gguf_file.Tensor`), on the CPU; blocks are copied.
+
+        gate, up, down : ffn_gate_exps [E, I, K], ffn_up_exps [E, I, K], ffn_down_exps [E, K, I].
+        act_fn, accuracy : see `QuantExperts`.
+        biases : None, or the three tensors of biases of the file, or of torch.
+        Raises ValueError for a type that no kernel takes, and for shapes that do not fit.
+        """
+        parts = []
+        for tensor in (gate, up, down):
+            if tensor.type not in TAKEN:
+                raise ValueError(
+                    f"{tensor.name} is {tensor.type} and the kernels take {', '.join(TAKEN)}"
+                )
+            if len(tensor.shape) != 3:
+                raise ValueError(
+                    f"{tensor.name} has shape {list(tensor.shape)}: experts are [E, N, K]"
+                )
+            array = np.array(tensor.array, order="C")
+            parts.append((torch.from_numpy(array.view(np.uint8)), tensor.type))
+        if biases is not None:
+            biases = tuple(
+                one if torch.is_tensor(one) else torch.from_numpy(np.array(one.values()))
+                for one in biases
+            )
+        gates, ups, downs = parts
+        return cls(gates, ups, downs, act_fn, biases, accuracy=accuracy)
+
+    @classmethod
     def empty(cls, module: Any, formats: dict[str, str], accuracy: str = "exact") -> QuantExperts:
         """A layer without values in the place of experts of a transformers model, on the meta
         device; biases are the module's."""
@@ -344,6 +409,7 @@ class QuantExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K] of tokens [T, K], of their experts [T, S] and of the experts' weights [T, S]."""
         x, ids, shard = hidden_states, top_k_index, self.sharding
+        _check(ids, self.num_experts if shard is None else shard.experts)
         if shard is None:
             return self._mixed(x, ids, top_k_weights, False)
         sums = shard.sums(self.device)
@@ -382,11 +448,11 @@ class QuantExperts(nn.Module):
     def _on_cpu(self, x: Tensor, ids: Tensor, router: Tensor | None, wide: bool) -> Tensor:
         parts = {}
         for name in PARTS[:2]:
-            y = mul_mat_id(self._buffers[f"{name}_blocks"], x, ids, self.formats[name])
+            y = mul_mat_id(self._buffers[f"{name}_blocks"], x, ids, self.formats[name], False)
             parts[name] = self._with_bias(y, name, ids)
         dtype = torch.float32 if wide else x.dtype
         hidden = self._gated(**parts).to(x.dtype).to(dtype)
-        y = mul_mat_id(self._buffers["down_blocks"], hidden, ids, self.formats["down"])
+        y = mul_mat_id(self._buffers["down_blocks"], hidden, ids, self.formats["down"], False)
         y = self._with_bias(y, "down", ids)
         return (y if router is None else (y * router.unsqueeze(-1)).sum(1)).to(dtype)
 

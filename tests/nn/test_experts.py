@@ -3,6 +3,7 @@ in models of transformers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,41 @@ def test_what_is_refused() -> None:
         mul_mat_id(held[0], x, IDS, "q4_0")
     with pytest.raises(ValueError, match=r"down has shape \[5, 32, 64\] and gate .*\[5, 64, 32\]"):
         QuantExperts((held, "q4_0"), (held, "q4_0"), (held, "q4_0"))
-    down = of_experts("q4_0", 5, 64, 1)[0], "q4_0"
+
+
+def test_experts_of_a_file() -> None:
+    """Blocks bit for bit, biases by their values."""
+    made, given = [], []
+    for name, n, blocks in (("q4_0", 32, 2), ("q4_1", 32, 2), ("q8_0", 64, 1)):
+        held, _ = of_experts(name, 5, n, blocks)
+        array = held.numpy().view(FORMATS[name].dtype)
+        made.append(SimpleNamespace(name=name, type=name, shape=(5, n, 32 * blocks), array=array))
+        given.append((held, name))
+    biases = [np.ones((5, n), np.float32) * n for n in (32, 32, 64)]
+    of_file = [SimpleNamespace(values=lambda one=one: one) for one in biases]
+    layer = QuantExperts.from_gguf(*made, "clamped", of_file, accuracy="fast")
+    wanted = QuantExperts(*given, "clamped", tuple(map(torch.from_numpy, biases)))
+    assert layer.accuracy == "fast"
+    found = layer.state_dict()
+    assert all(torch.equal(found[key], one) for key, one in wanted.state_dict().items())
     with pytest.raises(
         ValueError, match=r"the bias of down must have shape \[5, 64\], got \[5, 32"
     ):
-        QuantExperts((held, "q4_0"), (held, "q4_0"), down, biases=(torch.ones(5, 32),) * 3)
+        QuantExperts.from_gguf(*made, "clamped", of_file[:2] + of_file[:1])
+    made[1].type = "f16"
+    with pytest.raises(ValueError, match="q4_1 is f16 and the kernels take q4_0"):
+        QuantExperts.from_gguf(*made)
+    made[0].shape = (5, 64)
+    with pytest.raises(ValueError, match=r"q4_0 has shape \[5, 64\]: experts are \[E, N, K\]"):
+        QuantExperts.from_gguf(*made)
+
+
+def test_a_debug_check_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, _ = of_experts("q4_0", 5, 32, 2)
+    monkeypatch.setattr(experts, "check_ids", True)
+    with pytest.raises(ValueError, match="2 ids are no expert's, such as 5: there are 5, from 0"):
+        mul_mat_id(held, torch.zeros(2, 64), IDS, "q4_0")
+    mul_mat_id(held, torch.zeros(2, 64), IDS.clamp(0, 4), "q4_0")
 
 
 def layer_of(formats: tuple[str, str, str], act_fn: Any, biased: bool) -> tuple[Any, Any]:
