@@ -299,13 +299,30 @@ def written_too_early(loop: list[str]) -> list[str]:
     return found
 
 
+def unread_when_given_back(loop: list[str]) -> list[str]:
+    """Loads from a stage of which a register is read by nothing before the stage is given back, in
+    the next turn. An instruction that reads one waits until all lanes of the warp have it: only so
+    may one lane arrive for all, and the producer copy over the stage."""
+    given_back = [i for i, one in enumerate(loop) if one.startswith("SYNCS.ARRIVE")]
+    found = []
+    for i, load in enumerate(loop if given_back else ()):
+        if written := re.match(r"LDS(?:\.(64|128))? R(\d+)", load):
+            between = (loop + loop)[i + 1 : len(loop) + given_back[0]]
+            read = " ".join(one.partition(",")[2] for one in between)
+            first, words = int(written[2]), int(written[1] or 32) // 32
+            if not all(re.search(rf"\bR{r}\b", read) for r in range(first, first + words)):
+                found.append(load)
+    return found
+
+
 def no_wgmma_loses_its_weights(code: MachineCode) -> None:
-    """Nothing writes a register that a running wgmma still reads."""
+    """Nothing writes a register that a running wgmma still reads, or a stage that a load does."""
     loop = loop_of_wgmma(code.sass)
     in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
     assert in_loop == code.count("HGMMA", "IGMMA"), "some are outside the loop"
     assert neighbours_that_share(loop) == []
     assert written_too_early(loop) == []
+    assert unread_when_given_back(loop) == []
 
 
 Call = tuple[str, str]
@@ -461,6 +478,9 @@ def test_registers_that_wgmma_still_reads_are_found() -> None:
         "HFMA2 R24, R8, R5.reuse, R6",
         "HFMA2 R31, R9, R5, R6",
     ]
+    assert unread_when_given_back(loop) == ["LDS.64 R36, [R4+0x200]", "LDS.128 R8, [R4]"]
+    in_time = RIGHT_LOOP.replace("LDS.64 R36", "LDS R6").replace("LDS.128 R8", "LDS.64 R8")
+    assert unread_when_given_back(loop_of_wgmma(in_time)) == []
     with pytest.raises(AssertionError, match="its A is no register"):
         commit_groups(["HGMMA.64x8x16.F32 R40, gdesc[UR4], R40, gsb0"])
     with pytest.raises(AssertionError, match="wgmma outside a loop"):
