@@ -23,7 +23,7 @@ from reference.problem import PrequantizedProblem
 from results.measure import cublas
 from results.measure.by_chain import ChainedData
 from results.measure.by_experts import ExpertsData
-from results.measure.loop import Contestant, ratio, round_robin
+from results.measure.loop import ratio, round_robin
 from results.measure.products import Data, Product, Shared, attempt, failed, in_threads
 from results.measure.protocol import Budget, Stopwatch
 from results.measure.torch_graphs import release
@@ -147,8 +147,6 @@ def matrix(
         for number in (step.number, *step.parents.values()):
             if number in sizes:
                 sizes[number] |= dict.fromkeys(step.home_shapes)
-    if 1 in sizes:
-        sizes[1] |= dict.fromkeys(FIRST_SHAPES)
     homes = {number: frozenset(own) for number, own in sizes.items()}
     alone = {  # where lessons are compared that do more than one product
         size
@@ -344,7 +342,6 @@ class Bench:
 
         for one in running:
             one.row = one.timed(self.limits, self.stopwatch.l2_bytes)
-            one.row = replace(one.row, sm_mhz=self._clock(one.kernel))
         shared.forget_bits()
         running = self._each(running, Product.last_run)
         self._judged(running, "right before timing, wrong after: ")
@@ -384,11 +381,6 @@ class Bench:
             else:
                 one.row = failed(one.row, when + found.verdict)
         return good
-
-    def _clock(self, contestant: Contestant | None) -> float | None:
-        if contestant is None or contestant.slow:
-            return None
-        return self.stopwatch.sm_mhz(contestant.replay)
 
     def _cublas(self, shared: Shared) -> cublas.Cublas | None:
         """cuBLAS at this shape, if its result is right."""

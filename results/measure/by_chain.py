@@ -10,7 +10,6 @@ second of which reads what the first one writes. So a row at such a shape is of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -55,14 +54,14 @@ class ChainedData(Data):
         """Of V, then of W, for a step that multiplies by one matrix, too."""
         key = (work.step.pack, work.format)
         if key not in self._packed:
-            start, pack = time.perf_counter(), work.step.pack
+            pack = work.step.pack
             both = self.before(work.format), self.blocks(work.format)
             arrays = (
                 tuple(pack(both[1], before=both[0]))  # type: ignore[call-arg]
                 if multiplies_twice(work.step)
                 else (*pack(both[0]), *pack(both[1]))
             )
-            self._packed[key] = Packed(arrays, (time.perf_counter() - start) * 1e6)
+            self._packed[key] = Packed(arrays)
         return self._packed[key]
 
     def shared(self, m: int, machine: Any, stopwatch: Any) -> ChainedShared:

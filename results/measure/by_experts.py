@@ -12,7 +12,6 @@ come from elsewhere. Each repetition has ids of its own, as tokens in turn choos
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -77,11 +76,11 @@ class ExpertsData(Data):
     def packed(self, work: Work) -> Packed:
         key = (work.step.pack, work.format)
         if key not in self._packed:
-            start, one = time.perf_counter(), self.problem(work.format, self.tokens, "float16")
+            one = self.problem(work.format, self.tokens, "float16")
             each = [work.step.pack(own.blocks) for own in one.drawn]
             times = one.experts // len(each)
             arrays = tuple(np.concatenate(own * times) for own in zip(*each, strict=True))
-            self._packed[key] = Packed(arrays, (time.perf_counter() - start) * 1e6)
+            self._packed[key] = Packed(arrays)
         return self._packed[key]
 
     def prepare(self, works: Iterable[Work]) -> None:

@@ -9,7 +9,6 @@ and others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -112,9 +111,7 @@ class Data:
         """The weights as a step reads them, packed once for all steps that read them so."""
         key = (work.step.pack, work.format)
         if key not in self._packed:
-            start = time.perf_counter()
-            arrays = tuple(work.step.pack(self.blocks(work.format)))
-            self._packed[key] = Packed(arrays, (time.perf_counter() - start) * 1e6)
+            self._packed[key] = Packed(tuple(work.step.pack(self.blocks(work.format))))
         return self._packed[key]
 
     def prepare(self, works: Iterable[Work]) -> None:
@@ -176,11 +173,9 @@ class PartOf(Problem):
 
 @dataclass(slots=True, eq=False)
 class Packed:
-    """Weights as some steps read them, what packing them took (while other cores packed others),
-    and their copies on the GPU."""
+    """Weights as some steps read them, and their copies on the GPU."""
 
     arrays: tuple[np.ndarray, ...]
-    pack_us: float
     copies: list[tuple[Any, ...]] = field(default_factory=list, repr=False)
 
     @property
@@ -326,7 +321,7 @@ class Product:
         shared.stopwatch.wait()
         # Null in the simulator. Local memory counts as spilled: no step keeps an array there.
         used = machine.resources(first[-1]) if hasattr(machine, "resources") else {}
-        self.row = replace(self.row, pack_us=self.packed.pack_us, **used)
+        self.row = replace(self.row, **used)
         self._c: Any = machine.host(out)
         shared.multiplied(self.activations)
         self._out = shared.nan_filled(self.row.output)
@@ -385,7 +380,6 @@ class Product:
             total_p20_us=total.p20_us,
             total_p80_us=total.p80_us,
             rounds=total.rounds,
-            timing="graph",
             tflops=operations / kernel.us * 1e-6,
             gbps=(weights + others) / kernel.us * 1e-3,
             limit_share=None if floor is None else floor / kernel.us,

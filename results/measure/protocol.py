@@ -73,10 +73,6 @@ class Stopwatch(Captures, Protocol):
 
     def wait(self) -> None: ...
 
-    def sm_mhz(self, replay: Any) -> float | None:
-        """The SM clock while `replay` runs, if the machine tells."""
-        ...
-
 
 def slots_for(weight_bytes: int, l2_bytes: int) -> int:
     """How many copies of the weights fill ROTATION times the L2."""
@@ -134,7 +130,6 @@ class GpuStopwatch:
         self._device.set_current()
         self._stream = self._device.create_stream()
         self.stream = stream_handle(self._stream)
-        self._clock = _sm_clock(self._device)
         self._events: list[Any] = []
 
     def capture(self, launches: Sequence[Any]) -> GpuReplay:
@@ -176,15 +171,6 @@ class GpuStopwatch:
     def wait(self) -> None:
         self._cuda.synchronize()
 
-    def sm_mhz(self, replay: GpuReplay) -> float | None:
-        if self._clock is None:
-            return None
-        replay.start()  # the clock of a busy GPU is asked for: an idle one would say something else
-        try:
-            return self._clock()
-        finally:
-            self.wait()
-
 
 @dataclass(frozen=True, slots=True)
 class GpuReplay:
@@ -196,20 +182,3 @@ class GpuReplay:
 
     def seconds(self) -> float:
         return self.stopwatch.round([self])[0]
-
-
-def _sm_clock(device: Any) -> Callable[[], float] | None:
-    """A function asking NVML for the SM clock in MHz, or None where NVML cannot be asked."""
-    try:
-        from cuda.bindings import nvml
-
-        nvml.init_v2()
-        handle = nvml.device_get_handle_by_pci_bus_id_v2(device.pci_bus_id)
-        nvml.device_get_clock_info(handle, int(nvml.ClockType.SM))
-    except Exception:
-        return None
-
-    def clock() -> float:
-        return float(nvml.device_get_clock_info(handle, int(nvml.ClockType.SM)))
-
-    return clock

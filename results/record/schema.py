@@ -54,10 +54,10 @@ class Row(Sized):
     `p80_us`) is the kernel alone, `activation_us` the pass that prepares A (0 where A is read as
     it is), `total_us` (`total_p20_us`, `total_p80_us`) both, from A to C. `cublas_us` is cuBLAS
     float16 at the same shape, kernel only; `x_cublas` is the median over the rounds of cuBLAS over
-    total. `pack_us` is the host's one-time repack of W. `tflops` = 2MNK / kernel_us; `gbps` counts
-    weights, activations and C once; `limit_share` is the least possible time on this GPU over
-    kernel_us (results.measure.protocol.floor_us). `x_parent` and `x_step1` compare kernel_us at the
-    same format, shape, input and output, or that of the other's own dtypes (`with_ratios`).
+    total. `tflops` = 2MNK / kernel_us; `gbps` counts weights, activations and C once; `limit_share`
+    is the least possible time on this GPU over kernel_us (results.measure.protocol.floor_us).
+    `x_parent` compares kernel_us at the same format, shape, input and output, or that of the
+    parent's own dtypes (`with_ratios`).
     """
 
     step: int
@@ -82,19 +82,15 @@ class Row(Sized):
     total_us: float | None = None
     cublas_us: float | None = None
     x_cublas: float | None = None
-    pack_us: float | None = None
     p20_us: float | None = None
     p80_us: float | None = None
     total_p20_us: float | None = None
     total_p80_us: float | None = None
     rounds: int | None = None  # of the loop
-    timing: str | None = None  # "graph", or "launches" where capture was not possible
-    sm_mhz: float | None = None  # the SM clock while this kernel ran, right after the loop
     tflops: float | None = None
     gbps: float | None = None
     limit_share: float | None = None
     x_parent: float | None = None
-    x_step1: float | None = None
     nmse_same_operands: float | None = None
     nmse_float: float | None = None
     registers: int | None = None
@@ -250,7 +246,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
     env: Environment
     rows: tuple[Row, ...] = ()
     peers: tuple[Peer, ...] = ()
@@ -261,8 +257,8 @@ class Run:
 
 
 def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows with x_parent and x_step1 filled in from kernel_us at the same format, shape, input
-    and output, measured in the same loop: GPUs of one model differ by more than two steps may.
+    """The rows with x_parent filled in from kernel_us at the same format, shape, input and output,
+    measured in the same loop: GPUs of one model differ by more than two steps may.
 
     A step may exist in two families (A16 and A8). The parent's row of the same family is its
     measure where there is one, else the faster of the parent's rows: a claim is never made
@@ -283,10 +279,10 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
         if row.status == "ok":
             timed.setdefault(place(row.step, row), []).append(row)
 
-    def ratio(row: Row, other: int | None) -> float | None:
-        if other is None or row.status != "ok" or row.kernel_us is None:
+    def ratio(row: Row) -> float | None:
+        if row.parent is None or row.status != "ok" or row.kernel_us is None:
             return None
-        own, candidates = (timed.get(place(step, row), []) for step in (row.step, other))
+        own, candidates = (timed.get(place(step, row), []) for step in (row.step, row.parent))
         # A lesson's alone, where its engineered kernel is in the loop too
         own = [one for one in own if one.name == row.name]
         if {dtypes(one) for one in own} & {dtypes(one) for one in candidates}:
@@ -295,7 +291,7 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
         times = [c.kernel_us for c in same if c.kernel_us is not None]
         return min(times) / row.kernel_us if times else None
 
-    return tuple(replace(r, x_parent=ratio(r, r.parent), x_step1=ratio(r, 1)) for r in rows)
+    return tuple(replace(r, x_parent=ratio(r)) for r in rows)
 
 
 def total_below_kernel(row: Row) -> str | None:

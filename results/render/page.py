@@ -37,7 +37,7 @@ from steps.registry import find, following, parent_of, source
 CODE: Final = "Machine code"  # the heading of a docstring that has a place of its own on the page
 FIGURES: Final = rows.of_rows(
     *("format", "scheme", "M x N x K", "A, C", "kernel us", "20-80 %", "total us", "x cuBLAS"),
-    *("TFLOPS", "x parent", "x step 1", "of its limit", "NMSE, product", "NMSE, kernel"),
+    *("TFLOPS", "x parent", "of its limit", "NMSE, product", "NMSE, kernel"),
 )
 Tracer = Callable[[Step], list[Picture]]
 

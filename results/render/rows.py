@@ -61,7 +61,6 @@ OF_ROWS: Final = (
     Column("GB/s", lambda row: cell(row.gbps)),
     Column("of its limit", lambda row: percent(row.limit_share)),
     Column("x parent", lambda row: ratio(row.x_parent)),
-    Column("x step 1", lambda row: ratio(row.x_step1)),
     Column("NMSE, product", lambda row: scientific(row.nmse_float)),
     Column("NMSE, kernel", lambda row: scientific(row.nmse_same_operands)),
     Column("registers", lambda row: whole(row.registers)),
@@ -102,19 +101,8 @@ def of_rows(*names: str) -> tuple[Column, ...]:
 # --- files ----------------------------------------------------------------------------------------
 
 LEFT_OUT: Final = (
-    *(
-        "name",
-        "title",
-        "branch",
-        "parent",
-        "unit",
-        "home",
-        "cublas_us",
-        "pack_us",
-        "timing",
-        "sm_mhz",
-    ),
-    *("rounds", "total_p20_us", "total_p80_us", "x_step1", "utc", "source_hash", "source"),
+    *("name", "title", "branch", "parent", "unit", "home", "cublas_us"),
+    *("rounds", "total_p20_us", "total_p80_us", "utc", "source_hash", "source"),
 )
 """Fields of a record that CSV files have not: they say the same of every row of a step or of a
 loop, or follow from others. All are in run.json."""

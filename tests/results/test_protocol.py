@@ -230,7 +230,6 @@ def test_a_bench_on_this_gpu() -> None:
     ((rows, peers),) = measure_loops(bench, in_loops(wanted_at(works, (16, 1024, 2048), None)))
     assert [row.status for row in rows] == ["ok"] * 3, [row.why for row in rows]
     for row in rows:
-        assert row.timing == "graph"
         assert row.kernel_us is not None
         assert row.total_us is not None
         assert 0 < row.kernel_us <= row.total_us * 1.05
