@@ -16,34 +16,14 @@ from steps.contract import Size, Step, Work, scheme
 from steps.product.choice import Choice
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
-LISTED: Final = 14  # opcodes shown of a step, besides those it promises
-
-
-@dataclass(frozen=True, slots=True)
-class Opcode:
-    """How often it stands in a listing. `promised`: the step says that its code shows it."""
-
-    name: str
-    count: int
-    promised: bool
+LISTED: Final = 8  # opcodes shown of a step, besides those it promises
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A step's kernel as the offline compiler makes it. Bytes of shared memory are of a block, of
-    stack and spills of a thread."""
+    """A step's kernel as the offline compiler makes it, in words, and its listing."""
 
-    what: str  # "W4A8, Q4_0, 512 x 4096 x 4096"
-    arch: str
-    grid: str
-    block: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-    instructions: int
-    opcodes: list[Opcode]
-    others: int  # instructions of the opcodes that are not listed
+    told: str
     lines: list[tuple[int | None, str]] = field(default_factory=list)  # see `source_lines`
 
 
@@ -70,25 +50,20 @@ def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | 
     except (ValueError, RuntimeError) as error:
         return f"No machine code on this computer: {error}"
     promises = tuple(p for each in step.contains.get(family, ()) for p in each.split("|"))
-    every = [
-        Opcode(opcode, count, opcode.startswith(promises) if promises else False)
-        for opcode, count in code.instructions.most_common()
+    shown = [
+        f"{opcode} {count}"
+        for i, (opcode, count) in enumerate(code.instructions.most_common())
+        if i < LISTED or opcode.startswith(promises)
     ]
-    shown = [each for i, each in enumerate(every) if i < LISTED or each.promised]
-    total = sum(code.instructions.values())
     return Compiled(
-        what=f"{scheme(name, family)}, {name.upper()}, {dims(shape)}",
-        arch=arch,
-        grid=" x ".join(map(str, launch.grid)),
-        block=" x ".join(map(str, launch.block)),
-        registers=code.registers,
-        stack_bytes=code.stack_bytes,
-        spill_bytes=code.spill_store_bytes + code.spill_load_bytes,
-        shared_bytes=code.shared_bytes + launch.shared_bytes,
-        instructions=total,
-        opcodes=shown,
-        others=total - sum(each.count for each in shown),
-        lines=source_lines(code.sass),
+        f"{scheme(name, family)}, {name.upper()}, {dims(shape)}, compiled for {arch} while this "
+        f"page was made: {code.registers} registers a thread, {code.stack_bytes} bytes of stack, "
+        f"{code.spill_store_bytes + code.spill_load_bytes} bytes of spills, "
+        f"{code.shared_bytes + launch.shared_bytes} bytes of shared memory a block; a grid of "
+        f"{dims(launch.grid)} blocks of {dims(launch.block)} threads; "
+        f"{sum(code.instructions.values())} instructions in the listing, of these most often, or "
+        f"promised above: {', '.join(shown)}.",
+        source_lines(code.sass),
     )
 
 
