@@ -89,9 +89,6 @@ class CheckedArray:
     def reshape(self, *shape) -> "CheckedArray":
         return self._share(self.data.reshape(*shape))
 
-    def fill(self, value) -> None:
-        self.data.fill(self._cast(value))
-
     # --- elements
     def __getitem__(self, key):
         if type(key) is int:

@@ -64,16 +64,6 @@ class _Local:
         return local_array(shape, dtype, alignment)
 
 
-class _Const:
-    """`cuda.const`."""
-
-    @staticmethod
-    def array_like(array) -> CheckedArray:
-        data = np.array(array.data if isinstance(array, CheckedArray) else array)
-        data.flags.writeable = False
-        return CheckedArray(data, "constant array", "constant")
-
-
 def _atomic(function: Callable):
     def update(self, array, index, value):
         return array.exchange(index, lambda old: function(old, value))
@@ -91,15 +81,12 @@ class _Atomic:
     def cas(self, array, index, old_value, value):
         return array.exchange(index, lambda old: value if old == old_value else old)
 
-    def compare_and_swap(self, array, old_value, value):
-        return self.cas(array, 0, old_value, value)
-
 
 class Cuda:
     """Stands where a kernel says `cuda`. What is missing raises AttributeError with its name; a
     `__getattr__` that says more would make every access slow."""
 
-    shared, local, const, atomic = _Shared, _Local, _Const, _Atomic()
+    shared, local, atomic = _Shared, _Local, _Atomic()
     warpsize = WARP
 
     # --- where am I
@@ -168,28 +155,12 @@ class Cuda:
     def all_sync(self, mask, predicate) -> bool:
         return now().meet_warp("all_sync", lambda p: [all(p)] * len(p), bool(predicate), mask)
 
-    def eq_sync(self, mask, predicate) -> bool:
-        return now().meet_warp(
-            "eq_sync", lambda p: [len(set(p)) == 1] * len(p), bool(predicate), mask
-        )
-
-    def match_any_sync(self, mask, value) -> int:
-        return now().meet_warp(
-            "match_any_sync",
-            lambda held: [sum(1 << lane for lane, v in held if v == mine) for _, mine in held],
-            (self.laneid, value),
-            mask,
-        )
-
     # --- memory order (`steps.simulator.ordering`); a polling lane lets the others run
     def threadfence(self) -> None:
         lane = now().lane
         lane.block.order.fence(lane)
 
     threadfence_system = threadfence
-
-    def threadfence_block(self) -> None:
-        """It says nothing to other blocks; within one a barrier must follow anyway."""
 
     def nanosleep(self, nanoseconds) -> None:
         now().poll()
@@ -208,16 +179,9 @@ class Cuda:
         word, bits = self._word(x)
         return bits - word.bit_length()
 
-    def ffs(self, x) -> int:
-        word, _ = self._word(x)
-        return (word & -word).bit_length()
-
     def brev(self, x) -> int:
         word, bits = self._word(x)
         return int(f"{word:0{bits}b}"[::-1], 2)
-
-    def selp(self, condition, a, b):
-        return a if condition else b
 
     def fma(self, a, b, c):
         return fma(a, b, c)
