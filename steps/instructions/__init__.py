@@ -105,7 +105,7 @@ from steps.instructions.tensor_map import (
     tensor_copy,
     tensor_map_address,
 )
-from steps.instructions.warp import shfl, shfl_up, shfl_xor, thread_index
+from steps.instructions.warp import elect_one, shfl, shfl_up, shfl_xor, thread_index
 from steps.instructions.warpgroup import (
     barrier_arrive,
     barrier_sync,

@@ -26,7 +26,8 @@ lies in eight different places of a row, in all 32 banks.
         ...                                      row 8 is as row 0
 
 `swizzled_descriptor` (steps/instructions/warpgroup.py) tells `wgmma` of this layout; the hardware
-takes the swizzle from the bits of the address, so boxes begin at multiples of 1024 bytes.
+takes the swizzle from the bits of the address, so boxes begin at multiples of 1024 bytes. A box of
+four rows may begin 512 bytes behind one: its rows are swizzled as rows 4 to 7.
 
 The map goes to the GPU as a parameter of the launch: 16 words of 8 bytes at a multiple of 64. It is
 so captured in CUDA graphs and needs no memory of its own. Numba knows no such parameter, so it gets
@@ -128,8 +129,9 @@ class TensorMap:
         for row in range(max(m, 0), min(m + tokens, rows) if first < end else 0):
             yield item * (row * columns + first), item * (row * columns + end)
 
-    def swizzled(self, k: int, m: int) -> np.ndarray:
-        """The bytes of the box at column k and row m, as a copy leaves them in shared memory."""
+    def swizzled(self, k: int, m: int, first: int = 0) -> np.ndarray:
+        """The bytes of the box at column k and row m, as a copy leaves them in shared memory, where
+        the box begins at row `first` of eight."""
         a, (tokens, wide) = self.array, self.box
         box = np.zeros((tokens, wide), a.dtype)
         rows, columns = m + np.arange(tokens), k + np.arange(wide)
@@ -137,7 +139,7 @@ class TensorMap:
         box[inside] = a[max(m, 0) : max(m + tokens, 0), max(k, 0) : max(k + wide, 0)]
         row, chunk = np.arange(tokens)[:, None], np.arange(_ROW_BYTES // _CHUNK)
         # The swizzle is its own inverse: chunk c comes from where it would go.
-        chunks = box.view(np.uint8).reshape(tokens, -1, _CHUNK)[row, chunk ^ (row & 7)]
+        chunks = box.view(np.uint8).reshape(tokens, -1, _CHUNK)[row, chunk ^ ((first + row) & 7)]
         return chunks.reshape(-1)
 
 
@@ -217,14 +219,16 @@ def prefetch_tensor_map(lane, tensor_map):
 )
 def tensor_copy(lane, destination, di, tensor_map, k, m, barrier, bi):
     """Begin to copy the box whose first column and row are k and m to destination[di], a multiple
-    of 1024 bytes, to be reported to the mbarrier at barrier[bi]: always all bytes of a box, zeros
+    of 1024 bytes, or of 128 where a box has fewer than eight rows, to be reported to the mbarrier at barrier[bi]: always all bytes of a box, zeros
     where it is beyond the matrix. UTMALDG."""
     reports_to = reported_to("tensor_copy", lane, barrier, bi)
     size = tensor_map.box_bytes
     now().mapped[id(tensor_map)].require_written(tensor_map.ranges(k, m))
-    write = CheckedArray.locate(destination, di, size, BOX_ALIGNMENT)
+    alignment = BOX_ALIGNMENT if size >= BOX_ALIGNMENT else _ROW_BYTES
+    write = CheckedArray.locate(destination, di, size, alignment)
+    first = write // _ROW_BYTES
 
     def read():
-        return tensor_map.swizzled(k, m).data
+        return tensor_map.swizzled(k, m, first).data
 
     now().copy(BulkCopy(lane, here(), destination, write, read, size, reports_to))

@@ -86,3 +86,18 @@ def thread_index(lane):
     """`cuda.threadIdx.x`, read anew: the compiler keeps no register for it from one use to the
     next. S2R."""
     return lane.index
+
+
+@ptx(
+    "{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p;}",
+    returns=uint32,
+    takes=(),
+    scope="warp",
+    memory=True,
+    min_cc=(9, 0),
+)
+def elect_one(lanes):
+    """1 in one lane of the warp, 0 in the others. What that lane alone does the compiler knows to
+    be done by one lane, as it does not of `lane == 0`: copies take their operands from uniform
+    registers. ELECT."""
+    return [1] + [0] * (len(lanes) - 1)

@@ -14,6 +14,7 @@ from steps.instructions import (
     barrier_arrive,
     barrier_sync,
     bulk_copy,
+    elect_one,
     fence_mbarrier_init,
     fence_proxy_async,
     fence_proxy_async_global,
@@ -540,6 +541,42 @@ def boxes_expected(a_map):
     return (out.reshape(-1).view(np.uint32),)
 
 
+@cuda.jit
+def small_boxes_kernel(a_map, out):
+    """Two boxes of four rows in one kilobyte, which one lane brings."""
+    stage = cuda.shared.array(1024, uint8, alignment=1024)
+    full = cuda.shared.array(1, np.uint64)
+    t = cuda.threadIdx.x
+    a = tensor_map_address(a_map)
+    if t == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if elect_one():
+        mbarrier_arrive_expect(full, 0, 1024)
+        tensor_copy(stage, 0, a, 0, 0, full, 0)
+        tensor_copy(stage, 512, a, BOX_K, 0, full, 0)
+    mbarrier_wait(full, 0, 0)
+    for i in range(t, 64, 32):
+        v = load_u32x4(stage, 16 * i)
+        store_u32x4(out, 4 * i, v[0], v[1], v[2], v[3])
+
+
+def small_boxes_expected(a_map):
+    a = np.pad(a_map.array, ((0, 1), (0, 0)))
+    out = np.empty((8, 8, 8), a.dtype)
+    for row in range(8):  # of shared memory
+        for chunk in range(8):
+            k = BOX_K * (row // 4) + 8 * chunk
+            out[row, chunk ^ row] = a[row % 4, k : k + 8]
+    return (out.reshape(-1).view(np.uint32),)
+
+
+def three_rows(rng):
+    """The fourth row of a box is beyond the matrix."""
+    return TensorMap(rng.integers(-63, 64, (3, 2 * BOX_K)).astype(np.float16), (4, BOX_K))
+
+
 def ragged(rng, dtype=np.float16):
     a = rng.integers(-63, 64, RAGGED)
     return TensorMap(
@@ -660,6 +697,14 @@ CASES = (
         boxes_expected,
         grid=(BOXES, BOXES),
         contains=("UTMALDG.2D",),
+        oldest="sm_90a",
+    ),
+    Case(
+        "boxes_of_four_rows",
+        small_boxes_kernel,
+        lambda rng: (three_rows(rng),),
+        small_boxes_expected,
+        contains=("UTMALDG.2D", "ELECT"),
         oldest="sm_90a",
     ),
     Case(

@@ -123,7 +123,7 @@ def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
 
 # --- the work of thread blocks and warps ----------------------------------------------------------
 # (SMs, KB of shared memory, bytes of sums, family, format, shape, where A is, warps along N, pairs
-# of row tiles of a warp). Where step 17 has float16 A of five tokens or more, step 18 has boxes
+# of row tiles of a warp). Where step 17 has float16 A of two tokens or more, step 18 has boxes
 CONFIGURATIONS = (
     (1, 227, 65536, "A16", "q4_0", (1, 150, 416), "kept", 1, 5),
     (1, 227, 65536, "A16", "q5_1", (2, 40, 4160), "kept", 1, 2),
@@ -182,8 +182,8 @@ def test_every_way_of_a_and_of_the_sums(
     mapped = number == 18
     found = tile_configuration(FORMATS[name], Shape(*shape), family, place == "quantized", mapped)
     how = found.variant
-    if mapped and family == "A16" and shape[0] > 4:
-        place = "in_boxes"
+    if mapped and family == "A16" and shape[0] > 1:
+        place = "kept_boxes" if pairs > 1 and kilobytes > 90 else "in_boxes"
     assert (how.place, how.warps_n, -(-found.row_tiles // (2 * warps_n))) == (place, warps_n, pairs)
     problem = Problem(*shape, name, "integer", seed=number)
     banks = BankCounter()
@@ -222,16 +222,16 @@ def test_configurations_fit_any_gpu(
         found = tile_configuration(FORMATS[name], Shape(m, n, k), family, quantized, mapped)
         how, where = found.variant, (name, m, n, k, found)
         warps_k, with_weights = how.warps // how.warps_n, how.place == "with_weights"
-        in_boxes = how.place == "in_boxes"
-        assert not (in_boxes and (not mapped or m <= 4 or family == "A8")), where
+        kept_boxes = how.place == "kept_boxes"
+        assert not (how.in_boxes and (not mapped or m == 1 or family == "A8")), where
         rows = how.tokens if quantized else min(m, how.tokens)
-        a_tiles = 1 if with_weights or in_boxes else found.k_tiles
+        a_tiles = 1 if with_weights or how.in_boxes else found.k_tiles
         pad = 16 if rows > 1 else 0
         of_a = rows * (256 * a_tiles + pad) if family == "A16" else 160 * rows * a_tiles
         slot = 2 * tile_format(name).tile_bytes + (of_a if with_weights else 0)
         need = how.warps * (how.stages * (slot + 8) + 8)
-        if in_boxes:  # 128 K of 8 or 16 tokens, from a multiple of 1024 bytes on
-            of_a = how.stages * 256 * how.tokens
+        if how.in_boxes:  # 128 K of 2 to 16 tokens, from a multiple of 1024 bytes on
+            of_a = (found.k_tiles if kept_boxes else how.stages) * max(1024, 256 * how.tokens)
             need = -(-need // 1024) * 1024 + how.warps * of_a
         elif not with_weights:
             need += warps_k * of_a
@@ -245,7 +245,8 @@ def test_configurations_fit_any_gpu(
             need += warps_k * sums
         assert need <= found.shared <= kilobytes * 1024, where
         assert 1 <= how.prefetched <= how.stages, where
-        alone = with_weights or in_boxes
+        alone = with_weights or how.in_boxes
+        assert not kept_boxes or found.row_tiles > 2 * how.warps_n, "one pair has nothing to keep"
         assert how.prefetched == 1 or not alone, "the second slot's A would have no place"
         assert found.k_tiles * warps_k * TILE_K >= k, "all of K is someone's"
         grid = found.grid(m, n)

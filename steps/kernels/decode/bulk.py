@@ -16,6 +16,7 @@ from qformats.storage import storage_format
 from steps.contract import Family, Kernel, Launch, Shape, dtype_name
 from steps.instructions import (
     TensorMap,
+    elect_one,
     fence_mbarrier_init,
     fence_proxy_async,
     griddepcontrol_launch_dependents,
@@ -40,6 +41,7 @@ from steps.kernels.decode.product import (
     PAIR,
     SCALE_BYTES,
     boxes_bytes,
+    boxes_stride,
 )
 from steps.kernels.decode.tiles import (
     MOST_TOKENS,
@@ -56,7 +58,7 @@ from steps.kernels.parts.weights.storage_formats import tile_format
 
 def arguments(variant: Variant, w: Any, row_scales: Any, a: Any, *others: Any) -> tuple[Any, ...]:
     """Those of a kernel: where it copies A in boxes, a tensor map of A comes first."""
-    if variant.place == "in_boxes":
+    if variant.in_boxes:
         return TensorMap(a, (variant.tokens, BOX_K)), w, row_scales, *others
     return w, row_scales, a, *others
 
@@ -69,7 +71,8 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
     prefetched, slot_bytes = variant.prefetched, variant.slot_bytes
     a_at, ahead = variant.a_at, variant.ahead
     a8, quantized = variant.family == "A8", variant.place == "quantized"
-    with_weights, in_boxes = variant.place == "with_weights", variant.place == "in_boxes"
+    with_weights, in_boxes = variant.place == "with_weights", variant.in_boxes
+    kept_boxes = variant.place == "kept_boxes"
     alignment, bounds = (1024 if in_boxes else 128), (32 * warps + end_of.beside, 1)
     product = product_of(name, variant, kind)
     places, multiply = product.places, product.multiply
@@ -84,22 +87,27 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
     size_of_a, copy_a = copies.size, copies.issue
     has_tail, zero_tail = copies.has_tail, copies.zero_tail
     copy_boxes, of_boxes = box_copies(tokens), boxes_bytes(tokens)
+    boxes_apart = boxes_stride(tokens)
     bars_at, bars_of_warp = variant.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, lane):
+    def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, pair):
         """Issue a copy of the next packed tiles, if any are left -> the walk behind them. Where A
-        is in boxes, copies of its 128 K to byte `boxes` go before, unless that is -1. more_bytes:
-        of other copies that report to the same mbarrier."""
+        is in boxes, copies of its 128 K to byte `boxes` go before, unless that is -1; where they
+        are kept, the warp's begin there, and only its first pair of row tiles, from tile `pair` on,
+        brings them. more_bytes: of other copies that report to the same mbarrier."""
         if not is_over(walk, part):
-            at, size, into, k_tile, _ = walk
-            if lane == 0:
+            at, size, into, k_tile, of_pair = walk
+            if elect_one():
+                brings_a = in_boxes and (of_pair == pair or not kept_boxes)
                 if with_weights:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
-                elif in_boxes:
+                elif brings_a:
                     more_bytes += of_boxes
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
-                if in_boxes and boxes >= 0:
+                if brings_a and boxes >= 0:
+                    if kept_boxes:
+                        boxes = int32(boxes + int32(k_tile - part[2]) * boxes_apart)
                     copy_boxes(smem, boxes, bar, a, rows[1], k_tile)
                 copy_weights(smem, slot + into, w, at, size, bar)
             walk = advance(walk, part)
@@ -139,12 +147,12 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
                 mbarrier_init(smem, bars + 8 * s, 1)
             fence_mbarrier_init()
         cuda.syncwarp()
-        first_walk = start(pair, part)
+        first_walk, first_pair = start(pair, part), pair
         walk, scale_bytes = first_walk, int32(4 * TILE_ROWS * (end - first))
         for s in range(prefetched):
             more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
-            walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, lane)
+            walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, first_pair)
         if with_weights and has_tail(a):
             to = int32(ring + weights)
             for _ in range(stages):
@@ -158,7 +166,7 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
         load_ahead(loaded, c, a_scales, reads, m0, first, end, t)
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         if in_boxes:
-            own_a, step = int32(a_at + warp * part_bytes), int32(of_boxes)
+            own_a, step = int32(a_at + warp * part_bytes), int32(boxes_apart)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
@@ -174,9 +182,10 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
 
         # the other slots and row scales
         for s in range(prefetched, stages):
-            slot, boxes, bar = ring + s * slot_bytes, own_a + s * step, bars + 8 * s
+            slot, bar = ring + s * slot_bytes, bars + 8 * s
+            boxes = own_a if kept_boxes else int32(own_a + s * step)
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
-            walk = issue(smem, slot, boxes, bar, w, walk, part, a, rows, int32(0), lane)
+            walk = issue(smem, slot, boxes, bar, w, walk, part, a, rows, int32(0), first_pair)
         if t == 0:
             copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
         own = prologue(loaded, reads, t)
@@ -205,14 +214,15 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
             while i < count:
                 slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
                 mbarrier_wait(smem, bar, parity)
-                tile = s if in_boxes else i
+                tile = s if in_boxes and not kept_boxes else i
                 at, at_scales = int32(own_a + tile * step), int32(own_scales + i * scales_step)
                 if with_weights:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
                 cuda.syncwarp()
                 issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
-                walk = issue(smem, slot, at, bar, w, walk, part, a, rows, int32(0), lane)
+                to = own_a if kept_boxes else at
+                walk = issue(smem, slot, to, bar, w, walk, part, a, rows, int32(0), first_pair)
                 i, s = int32(i + 1), int32(s + 1)
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)

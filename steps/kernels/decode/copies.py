@@ -8,7 +8,7 @@ what lies behind A could be Inf or NaN.
     float16 A, row-major           token 0 | 128 K of tile 0 | tile 1 | ... | 16 bytes
                                    token 1 | ...
     Q8_1 A, K-outermost            codes [16 K][token][16], then scales and sums [32 K][token][2]
-    float16 A in boxes             64 K of 8 or 16 tokens, swizzled | the other 64 K
+    float16 A in boxes             64 K of 2 to 16 tokens, swizzled | the other 64 K
 
 The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks; in boxes
 the swizzle does (`steps.instructions.tensor_map`). A copy of a row is for several tiles of 128 K:
@@ -53,7 +53,7 @@ from steps.instructions import (
     store_u32x4,
     tensor_copy,
 )
-from steps.kernels.decode.product import BLOCKS, SCALE_BYTES, boxes_bytes
+from steps.kernels.decode.product import BLOCKS, SCALE_BYTES, boxes_stride
 
 CHUNKS: Final = TILE_K // CHUNK
 """16-byte chunks of 128 K of int8, of a token."""
@@ -200,9 +200,9 @@ def bulk_copies(family: Family) -> BulkCopies:
 @cache
 def box_copies(tokens: int) -> Any:
     """copy(smem, to, bar, a, m0, k_tile): a thread issues copies of the two boxes of a tile of 128
-    K of float16 A to byte `to`, a multiple of 1024. a: the tensor map. They are `boxes_bytes`, with
-    zeros beyond M and K."""
-    half = boxes_bytes(tokens) // 2
+    K of float16 A to byte `to`, a multiple of 1024, the second to the middle of `boxes_stride`. a:
+    the tensor map. They are `boxes_bytes`, with zeros beyond M and K."""
+    half = boxes_stride(tokens) // 2
 
     @cuda.jit(device=True, forceinline=True)
     def copy(smem, to, bar, a, m0, k_tile):

@@ -31,6 +31,7 @@ from steps.instructions import (
     prmt,
     shfl_xor,
 )
+from steps.instructions.tensor_map import BOX_ALIGNMENT
 from steps.kernels.parts.weights.offset_numbers import both, offset_numbers
 from steps.kernels.parts.weights.storage_formats import ROWS_APART, SCALES_OF_HALF, tile_format
 
@@ -48,6 +49,12 @@ BOX_ROW: Final = 2 * BOX_K
 def boxes_bytes(tokens: int) -> int:
     """Of the two boxes of 128 K."""
     return 2 * BOX_ROW * tokens
+
+
+def boxes_stride(tokens: int) -> int:
+    """Bytes from the boxes of 128 K to the next. A box of fewer than eight tokens has half of the
+    eight rows after which the swizzle repeats."""
+    return max(BOX_ALIGNMENT, boxes_bytes(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,24 +264,27 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
         )
 
     # bytes from 64 K of A to the next, and from a group of tokens to the next in boxes
-    half_bytes = boxes_bytes(tokens) // 2 if in_boxes else 2 * BLOCK_BYTES
+    half_bytes = boxes_stride(tokens) // 2 if in_boxes else 2 * BLOCK_BYTES
     group_bytes = 8 * BOX_ROW
 
     @cuda.jit(device=True, forceinline=True)
-    def place_in_row(a, offsets, odd, j):
-        return a + offsets[0][j] + BLOCK_BYTES * odd
+    def place_in_row(a, offsets, half, odd, j):
+        return a + half_bytes * half + offsets[0][j] + BLOCK_BYTES * odd
 
     @cuda.jit(device=True, forceinline=True)
-    def place_in_box(a, offsets, odd, j):
-        return a + offsets[0][odd] + group_bytes * j
+    def place_in_box(a, offsets, half, odd, j):
+        if tokens < 8:  # the second box begins at the fifth of eight rows, swizzled by 4 chunks
+            odd = odd ^ half
+        return a + half_bytes * half + offsets[0][odd] + group_bytes * j
 
     place = place_in_box if in_boxes else place_in_row
 
     @cuda.jit(device=True, forceinline=True)
     def places_in_boxes(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i: 8 K of token r, the first block's chunk i, swizzled; then
-        the second block's. Tokens that are not there are zeros."""
-        token = int32(lane & 7)
+        the second block's. Tokens that are not there are zeros; a box of fewer than eight has its
+        last one in all further columns."""
+        token = min(int32(lane & 7), int32(min(tokens, 8) - 1))
         first = int32(BOX_ROW * token + CHUNK * ((lane >> 3) ^ token))
         at = first, int32(first ^ BLOCK_BYTES)
         if not stay:
@@ -293,12 +303,12 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
         return (first, second), in_registers(low, here), in_registers(high, here)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, words, d, m, smem, a, offsets, odd):
-        """acc += the first or the second block of 64 K, whose A begins at byte `a`."""
+    def multiply_block(acc, words, d, m, smem, a, offsets, half, odd):
+        """acc += the first or the second block of a half, of the 128 K of A from byte `a` on."""
         b, z = cuda.local.array(n_b, uint32), cuda.local.array((groups, 4), float32)
         codes, step = cuda.local.array((n_codes, 4), uint32), 2 * odd
         for j in range(groups):
-            at, i = place(a, offsets, odd, j), 4 * j
+            at, i = place(a, offsets, half, odd, j), 4 * j
             b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
         if not apart:
             if offset:
@@ -347,9 +357,8 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
                     for i in range(n_scales):
                         m[r, i] = y[i]
             # written out, so that whatever the compiler unrolls `odd` is a constant
-            at = a + half_bytes * half
-            multiply_block(acc, words, d, m, smem, at, offsets, 0)
-            multiply_block(acc, words, d, m, smem, at, offsets, 1)
+            multiply_block(acc, words, d, m, smem, a, offsets, half, 0)
+            multiply_block(acc, words, d, m, smem, a, offsets, half, 1)
             half = int32(half + 1)
 
     @cuda.jit(device=True, forceinline=True)

@@ -5,8 +5,8 @@ flight. A thread block takes some row tiles of C and all of K: no partial sums l
 share K; where their sums would take too much shared memory, some of them share the row tiles
 instead (`warps_n`). A is copied once and kept where several pairs of row tiles need it. Where one
 does, or A does not fit, each tile of weights brings its tile of A into the same slot of the ring.
-Of more than four tokens step 18 brings it so wherever it fits, in boxes that lie beside the ring
-and begin at multiples of 1024 bytes.
+From two tokens on step 18 brings 16-bit A so wherever it fits, in boxes that lie beside the ring
+and begin at multiples of 1024 bytes; where there is room, boxes are kept for further pairs.
 
     ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K], or boxes:
     [warp][slot] | row scales | sums
@@ -47,7 +47,7 @@ from steps.kernels.decode.product import (
     PAIR,
     SCALE_BYTES,
     Product,
-    boxes_bytes,
+    boxes_stride,
     product_a8,
     product_a16,
 )
@@ -89,15 +89,16 @@ MANY_ROW_TILES: Final = 16
 WAVES: Final = 8
 """Thread blocks to a multiprocessor, one after the other, at most."""
 
-BOX_TOKENS: Final = 8
-"""Columns from which A comes in boxes: of fewer they would leave attention no room beside."""
+BOX_TOKENS: Final = 2
+"""Columns from which A comes in boxes."""
 
 ALONE: Final = 116 * 1024
 """Bytes with which a block has an SM to itself: of two blocks each would get half."""
 
-Place = Literal["kept", "with_weights", "in_boxes", "quantized"]
+Place = Literal["kept", "with_weights", "in_boxes", "kept_boxes", "quantized"]
 """How a warp's part of A comes to shared memory: copied once and kept; a tile of it with each tile
-of weights, in the slots of the ring or in boxes beside it; or quantized by the warp, and kept."""
+of weights, in the slots of the ring or in boxes beside it; in boxes with the weights of the warp's
+first pair of row tiles, and kept for the others; or quantized by the warp, and kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,11 @@ class Variant:
         return self.warps // self.warps_n
 
     @property
+    def in_boxes(self) -> bool:
+        """Whether A comes in boxes of a tensor map."""
+        return self.place in ("in_boxes", "kept_boxes")
+
+    @property
     def bars_at(self) -> int:
         """The byte where the mbarriers begin: one for each slot, and one for each warp's A."""
         return self.warps * self.stages * self.slot_bytes
@@ -135,7 +141,7 @@ class Variant:
     def a_at(self) -> int:
         """The byte where A begins."""
         end = self.bars_at + 8 * self.warps * (self.stages + 1)
-        alignment = BOX_ALIGNMENT if self.place == "in_boxes" else 128
+        alignment = BOX_ALIGNMENT if self.in_boxes else 128
         return ceil_div(end, alignment) * alignment
 
 
@@ -195,7 +201,7 @@ def tile_configuration(
 ) -> TileConfiguration:
     """The first that fits, in this order: many warps, A kept, one block to a multiprocessor,
     warps along K, many stages. quantized: A is float32, and the kernel quantizes it. mapped: of
-    more than four tokens the kernel copies A in boxes, which have 8 or 16, wherever these fit.
+    two tokens or more the kernel copies A in boxes, of 2, 4, 8 or 16, wherever these fit.
 
     An invariant product (`Shape.invariant`) has as many warps along K as one of `MOST_TOKENS`
     tokens: they alone decide the order of a sum."""
@@ -232,9 +238,10 @@ def tile_configuration(
         pairs = ceil_div(row_tiles, PAIR * warps_n)
         most = H200_STAGES[family][columns(shape.m)]
         most = max(2, min(most, k_tiles * pairs))
-        for stages in range(most, 1, -1):
+        kept = ("kept_boxes",) if place == "in_boxes" and pairs > 1 else ()
+        for stages, where in itertools.product(range(most, 1, -1), (*kept, place)):
             found = _configuration(
-                fmt, shape, family, place, warps, warps_n, stages, k_tiles, row_tiles
+                fmt, shape, family, where, warps, warps_n, stages, k_tiles, row_tiles
             )
             if found.shared <= room:
                 return replace(found, shared=max(found.shared, min(ALONE, room)))
@@ -252,9 +259,9 @@ def _configuration(
 ) -> TileConfiguration:  # fmt: skip
     """That of such a work, in as much shared memory as it needs."""
     tokens, pairs = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n)
-    with_weights, in_boxes = place == "with_weights", place == "in_boxes"
+    with_weights = place == "with_weights"
     rows = tokens if place == "quantized" else min(shape.m, tokens)
-    a_tiles = 1 if with_weights or in_boxes else k_tiles
+    a_tiles = k_tiles if place in ("kept", "quantized") else 1
     pitch = ROW_BYTES * a_tiles + (PAD if rows > 1 else 0)
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
     slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (a_bytes if with_weights else 0)
@@ -265,8 +272,9 @@ def _configuration(
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
     parts, part_bytes = variant.warps_k, 0 if with_weights else a_bytes
-    if in_boxes:
-        parts, part_bytes = warps, stages * boxes_bytes(tokens)
+    if variant.in_boxes:
+        places = stages if place == "in_boxes" else k_tiles
+        parts, part_bytes = warps, places * boxes_stride(tokens)
     row_scales_at = variant.a_at + parts * part_bytes
     sums_at, sums_stride = row_scales_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
     shared = sums_at + variant.warps_k * sums_stride
@@ -422,7 +430,7 @@ def product_of(name: str, how: Variant, kind: str) -> Product:
     """The product of a storage format with A of a dtype."""
     if how.family == "A8":
         return product_a8(name, how.tokens)
-    return product_a16(name, kind, how.tokens, how.place == "in_boxes")
+    return product_a16(name, kind, how.tokens, how.in_boxes)
 
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
