@@ -79,30 +79,21 @@ def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
     return floats and h.shape[-1] % EIGHT == 0 and takes(h, weight, *others)
 
 
-class Kernels:
-    """The functions of an `Operations`, and deferred norms, on one stream.
+class Kernels(Operations):
+    """Operations and deferred norms by kernels, on one stream.
 
     prepare: `prepared`; tests pass a function of their own.
     """
 
+    mode = MODE
+    swiglu_overlaps = True
+
     def __init__(self, prepare: Callable[..., Any] = prepared) -> None:
         self._prepare = prepare
         self._prepared: dict[Hashable, Any] = {}
-
-    def operations(self) -> Operations:
-        return Operations(
-            MODE,
-            self.rms_norm,
-            self.add_and_norm,
-            self.route,
-            self.attention,
-            self.swiglu,
-            self.argmax_of_rows,
-            swiglu_overlaps=True,
-            deferred=DeferredNorms(self._launch),
-            chains=Chains(self._launch),
-            expert_layers=ExpertLayers(self._launch),
-        )
+        self.deferred = DeferredNorms(self._launch)
+        self.chains = Chains(self._launch)
+        self.expert_layers = ExpertLayers(self._launch)
 
     def argmax_of_rows(self, logits: Tensor) -> Tensor:
         if logits.dtype is not torch.float32 or not takes(logits):
@@ -279,4 +270,4 @@ def chosen(mode: str | None = None) -> Operations:
         )
     if mode == "plain":
         return PLAIN
-    return operations.compiled() if mode == "compiled" or not can else Kernels().operations()
+    return operations.compiled() if mode == "compiled" or not can else Kernels()

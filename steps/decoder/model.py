@@ -656,9 +656,10 @@ class Decoder:
     def _mix(self, mixture: Mixture, part: Part, weight: Tensor) -> None:
         """The products of experts, of the norm with this weight."""
         do, (y,) = self.operations, part.terms()
-        given = self.config.epsilon, mixture.experts.input_dtype(len(y))
-        chosen = mixture.router, mixture.chosen, mixture.normed
-        part.h, x, ids, shares = do.route(part.h, y, weight, *given, *chosen)
+        part.h, x, ids, shares = do.route(
+            part.h, y, weight, self.config.epsilon, mixture.experts.input_dtype(len(y)),
+            mixture.router, mixture.chosen, mixture.normed,
+        )  # fmt: skip
         y = mixture.experts(x, ids, shares)
         part.y = y
         if mixture.shared is not None:

@@ -7,9 +7,7 @@ in a reference, and so is what is computed here. The products read and write dty
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from steps.nn import operator as operator
 
@@ -34,25 +32,6 @@ def add_and_norm(
     """The residual with a product's y added, and its `rms_norm`. other: a second term of y."""
     h = h + (y if other is None else y.to(h.dtype) + other)
     return h, rms_norm(h, weight, epsilon, dtype)
-
-
-def route(
-    h: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    dtype: Any,
-    router: Tensor,
-    chosen: int,
-    normed: bool,
-    add: Callable[..., tuple[Tensor, Tensor]] = add_and_norm,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_and_norm`, and the experts of each token: (h, x, ids, shares), see `choose_experts`.
-
-    router: [E, width]; x times it are the logits of experts.
-    """
-    h, x = add(h, y, weight, epsilon, dtype)
-    return h, x, *choose_experts(F.linear(x.to(router.dtype), router), chosen, normed)
 
 
 def choose_experts(logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
@@ -149,17 +128,11 @@ def argmax_of_rows(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-class Operations(NamedTuple):
-    """The functions of this module; `mode`: how they are run, for a record."""
+class Operations:
+    """The functions of this module. mode: how they are run, for a record."""
 
-    mode: str
-    rms_norm: Callable[..., Tensor] = rms_norm
-    add_and_norm: Callable[..., tuple[Tensor, Tensor]] = add_and_norm
-    route: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = route
-    attention: Callable[..., Tensor] = attention
-    swiglu: Callable[..., Tensor] = swiglu
-    argmax_of_rows: Callable[..., Tensor] = argmax_of_rows
-    swiglu_overlaps: bool = False
+    mode = "plain"
+    swiglu_overlaps = False
     """Whether `swiglu` is a launch that overlaps with the product before it. If not, the activation
     pass of the next product computes it, where there is one (`model.Product.after_swiglu`)."""
     deferred: Any = None
@@ -169,17 +142,32 @@ class Operations(NamedTuple):
     expert_layers: Any = None
     """An `expert_layers.ExpertLayers`, or None where each product of experts is a launch."""
 
+    rms_norm = staticmethod(rms_norm)
+    add_and_norm = staticmethod(add_and_norm)
+    attention = staticmethod(attention)
+    swiglu = staticmethod(swiglu)
+    argmax_of_rows = staticmethod(argmax_of_rows)
 
-PLAIN: Final = Operations("plain")
-FUNCTIONS: Final = tuple(name for name in Operations._fields[1:-4] if name != "route")
+    def route(
+        self, h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any, router: Tensor,
+        chosen: int, normed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """`add_and_norm`, and the experts of each token: (h, x, ids, shares), `choose_experts`.
+
+        router: [E, width]; x times it are the logits of experts.
+        """
+        h, x = self.add_and_norm(h, y, weight, epsilon, dtype)
+        return h, x, *choose_experts(F.linear(x.to(router.dtype), router), chosen, normed)
+
+
+PLAIN: Final = Operations()
 
 
 def compiled() -> Operations:
-    """The functions compiled by torch (Inductor)."""
+    """The functions compiled by torch (Inductor), but for `route`, which is a product, too."""
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    made: dict[str, Any] = {
-        name: torch.compile(getattr(PLAIN, name), fullgraph=True, dynamic=False)
-        for name in FUNCTIONS
-    }
-    made["route"] = partial(route, add=made["add_and_norm"])  # a product: torch's own
-    return PLAIN._replace(mode="compiled", **made)
+    made = Operations()
+    made.mode = "compiled"
+    for name in ("rms_norm", "add_and_norm", "attention", "swiglu", "argmax_of_rows"):
+        setattr(made, name, torch.compile(getattr(PLAIN, name), fullgraph=True, dynamic=False))
+    return made

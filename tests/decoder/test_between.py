@@ -5,6 +5,7 @@ The kernels run in the simulator here, on the memory of tensors.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +58,14 @@ def simulated(order: int = 0) -> tuple[Any, list[str]]:
     """(operations by kernels in the simulator, the names of those that ran)."""
     launched: list[str] = []
     prepare = partial(InSimulator, machine=Simulator(order), launched=launched)
-    return between.Kernels(prepare).operations(), launched
+    return between.Kernels(prepare), launched
+
+
+def changed(do: Any, **changes: Any) -> Any:
+    """The operations, with others of their attributes."""
+    made = copy.copy(do)
+    vars(made).update(changes)
+    return made
 
 
 def launched_by_equal_answers(path: Any, tokens: int) -> list[str]:
@@ -133,8 +141,8 @@ def test_deferred_norms_in_a_decoder(
     in_float64 = {"residual_dtype": torch.float64, "cache_dtype": torch.float64}
     exact = files.load(path, torch_products(dtype=torch.float64), **in_float64)
     found: dict[str, Any] = {"exact": exact.step(ids, exact.cache(batch, 4))}
-    do = between.Kernels().operations()
-    for case, one in (("launched", do._replace(deferred=None)), ("deferred", do)):
+    do = between.Kernels()
+    for case, one in (("launched", changed(do, deferred=None)), ("deferred", do)):
         model = files.load(path, step_products("cpu"), operations=one)
         by_step_18.launched.clear()
         found[case] = model.step(ids, model.cache(batch, 4)).double()
@@ -154,8 +162,8 @@ def test_norms_are_deferred_where_both_products_can(by_step_18: Any, tmp_path: A
     """Behind products of another kind, or before them, a norm is a launch, and leaves what the next
     one needs."""
     path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", **LLAMA)
-    do, found = between.Kernels().operations(), []
-    for one in (do, do._replace(deferred=None)):
+    do, found = between.Kernels(), []
+    for one in (do, changed(do, deferred=None)):
         model = files.load(path, step_products("cpu"), operations=one)
         qkv = model.layers[1].qkv
         model.layers[1].qkv = Concatenated([qkv])
@@ -187,7 +195,7 @@ def test_kernels_around_deferred_norms_are_compiled_ahead(
         parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
     )
     kernels_of_norms = between.Kernels()
-    model = files.load(path, step_products("cpu"), operations=kernels_of_norms.operations())
+    model = files.load(path, step_products("cpu"), operations=kernels_of_norms)
     model.compile_ahead([("exact", 2)], 2)
     made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
     assert not kernels_of_norms._prepared, "nothing is loaded for that"
@@ -227,8 +235,8 @@ def test_chains_in_a_decoder(chained_layers: Any, tmp_path: Any) -> None:
     """Two tokens, one after the other, as without chains. Where a product is none of step 18's,
     there are none."""
     path = files.write_tiny(tmp_path / "tiny.gguf", "q8_0", architecture="qwen2", **SIZES_OF_CHAINS)
-    do, found = between.Kernels().operations(), []
-    for one in (do, do._replace(chains=None)):
+    do, found = between.Kernels(), []
+    for one in (do, changed(do, chains=None)):
         model = files.load(path, step_products("cpu"), operations=one)
         cache = model.cache(1, 4)
         chained_layers.launched.clear()
@@ -254,7 +262,7 @@ def test_chains_are_compiled_ahead(chained_layers: Any, monkeypatch: Any, tmp_pa
         parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
     )
     kernels_between = between.Kernels()
-    model = files.load(path, step_products("cpu"), operations=kernels_between.operations())
+    model = files.load(path, step_products("cpu"), operations=kernels_between)
     model.compile_ahead([("exact", 1)], 2)
     made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
     chained_layers.runs = False
@@ -297,7 +305,7 @@ class NotAlone(torch.nn.Module):  # type: ignore[misc, name-defined]
 )
 def test_which_norms_are_launches(h: Any, weight: Any, why: str) -> None:
     """Whatever the products are."""
-    assert not between.Kernels().operations().deferred.takes(None, None, h, weight), why
+    assert not between.Kernels().deferred.takes(None, None, h, weight), why
 
 
 @pytest.mark.parametrize(
@@ -360,7 +368,7 @@ def test_a_launch_takes_addresses(gpu: Any, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("m", [1, 3, 16, 512])
 def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
     """Norms and gates beside torch's, each launched several times, with shapes of Llama 3 8B."""
-    do, plain = between.Kernels().operations(), operations.PLAIN
+    do, plain = between.Kernels(), operations.PLAIN
     made = torch.Generator(cuda).manual_seed(m)
     h = torch.randn((m, 4096), device=cuda, generator=made)
     weight = torch.rand(4096, device=cuda, generator=made)
@@ -386,7 +394,7 @@ def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int)
     """Beside launched ones, with shapes of Llama 3 8B, and the same bits in a CUDA graph. Whatever
     the table of this GPU says, step 18 multiplies."""
     monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
-    do, rng, epsilon = between.Kernels().operations(), np.random.default_rng(m), 1e-5
+    do, rng, epsilon = between.Kernels(), np.random.default_rng(m), 1e-5
     make, width, hidden = step_products(cuda), 4096, 14336
     down = make(bench.random_blocks(name, width, hidden, rng), False)
     gate_up = make(bench.random_blocks(name, 2 * hidden, width, rng), False)
@@ -429,7 +437,7 @@ def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int)
 def drawn_llama(name: str, layers: int, device: Any) -> Decoder:
     """Shapes of Llama 3 8B, random weights."""
     config = replace(bench.LLAMA_3_8B, layers=layers, vocabulary=4096)
-    do, drawn = between.Kernels().operations(), bench.Weights(config, name, device, "exact")
+    do, drawn = between.Kernels(), bench.Weights(config, name, device, "exact")
     table = bench.random_blocks(name, config.vocabulary, config.width, drawn.rng)
     rows = embedding_of(table, device)
     output = drawn.last.product(config.vocabulary, 0, True)
@@ -446,14 +454,14 @@ def test_chains_on_a_gpu(cuda: Any, monkeypatch: Any, name: str) -> None:
     if not model.operations.chains.takes(model.layers):
         pytest.skip("this GPU has no chains")
     found = []
-    for one in (model.operations, model.operations._replace(chains=None)):
+    for one in (model.operations, changed(model.operations, chains=None)):
         model.operations = one
         cache = model.cache(1, 8)
         found.append([model.step(torch.tensor([i], device=cuda), cache).clone() for i in (3, 5, 7)])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=4e-3 * float(theirs.std()), rtol=0)
 
-    model.operations = model.operations._replace(chains=between.Kernels().operations().chains)
+    model.operations = changed(model.operations, chains=between.Kernels().chains)
     streams, of = [torch.cuda.Stream() for _ in range(2)], []
     for i, stream in enumerate(streams):
         with torch.cuda.stream(stream):
@@ -481,7 +489,7 @@ def test_chains_on_a_gpu(cuda: Any, monkeypatch: Any, name: str) -> None:
 def test_attention_on_a_gpu(cuda: Any, batch: int, shape: tuple[int, int, int]) -> None:
     """One CUDA graph at many positions; what lies behind the position is NaN for the kernel."""
     heads, kv, size = shape
-    do, plain = between.Kernels().operations(), operations.PLAIN
+    do, plain = between.Kernels(), operations.PLAIN
     made = torch.Generator(cuda).manual_seed(batch)
     length = 4352
     cache = torch.randn((batch, 2 * kv, length, size), device=cuda, generator=made).half()
@@ -517,7 +525,7 @@ def test_attention_on_a_gpu(cuda: Any, batch: int, shape: tuple[int, int, int]) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 1000, 128255, 128256])
 def test_the_likeliest_token_on_a_gpu(cuda: Any, count: int) -> None:
-    do = between.Kernels().operations()
+    do = between.Kernels()
     made = torch.Generator(cuda).manual_seed(count)
     for _ in range(3):
         logits = torch.randn((16, count), device=cuda, generator=made)
@@ -536,7 +544,7 @@ def test_prompts_on_a_gpu(cuda: Any, batch: int, tokens: int, shape: tuple[int, 
     sin = angles.sin() * torch.tensor([-1.0, 1.0], device=cuda).repeat(size // 2)
     position = torch.zeros((), dtype=torch.int64, device=cuda)
     found = []
-    for one in (between.Kernels().operations(), operations.PLAIN):
+    for one in (between.Kernels(), operations.PLAIN):
         cache = torch.zeros((batch, 2 * kv, 768, size), device=cuda).half()
         y = one.attention(qkv, cache, position, angles.cos(), sin, heads, torch.float16)
         found.append((y, cache))

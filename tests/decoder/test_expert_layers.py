@@ -20,6 +20,7 @@ from steps.decoder.operations import PLAIN
 from steps.driver.machines import Simulator
 from steps.kernels.experts import layer as kernel
 from steps.simulator.launch import simulate
+from tests.decoder.test_between import changed
 from tests.decoder.test_decoder import reference
 
 SIZES = {
@@ -51,7 +52,7 @@ def loaded(tmp_path: Any, launched: list[Launch], **changes: Any) -> Decoder:
 
     path = tmp_path / "tiny.gguf"
     files.write_tiny(path, architecture="qwen3moe", **SIZES | changes)
-    do = PLAIN._replace(expert_layers=ExpertLayers(launch))
+    do = changed(PLAIN, expert_layers=ExpertLayers(launch))
     return files.load(path, step_products("cpu"), operations=do)
 
 
