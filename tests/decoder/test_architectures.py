@@ -223,18 +223,5 @@ def test_what_is_not_of_the_architecture_is_refused(tmp_path: Any) -> None:
         files.load(file, torch_products())
 
 
-def test_frequencies() -> None:
-    """Of Llama 3 and of a yarn, by hand: four pairs, of which the first turns too often to be
-    changed and the last never does."""
-    plain = 100.0 ** (-np.arange(4) / 4)
-    np.testing.assert_allclose(rotary.frequencies(8, 100.0), plain)
-    halved = rotary.frequencies(8, 100.0, rotary.Scaling(2.0))
-    np.testing.assert_allclose(halved, plain / 2)
-    yarn = rotary.Scaling(4.0, 100, 1.0, fast=10.0, slow=2.0)
-    # pairs that turn 10 and 2 times in 100 positions: 0.40 and 1.80, so 0 and 2
-    shares = np.array([0, 0.5, 1, 1])
-    np.testing.assert_allclose(
-        rotary.frequencies(8, 100.0, yarn), plain * (1 - shares) + plain / 4 * shares
-    )
-    assert rotary.yarn_magnitude(4.0) == pytest.approx(1.138629)
+def test_a_yarn_that_stretches_nothing_changes_no_magnitude() -> None:
     assert rotary.yarn_magnitude(0.5) == 1
