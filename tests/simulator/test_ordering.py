@@ -379,6 +379,18 @@ def test_cp_async_stores_until_its_wait():
 
     found(over_it, r"a store to byte \d+ of stage, which a cp_async of thread \d+ stores to")
 
+    @cuda.jit
+    def onto_it(out):
+        stage = cuda.shared.array(64, uint32)
+        if cuda.threadIdx.x == 0:
+            stage[1] = 1
+        if cuda.threadIdx.x == 1:
+            cp_async_4(stage, 1, out, 1)
+        cp_async_commit()
+        wait_all()
+
+    found(onto_it, r"a store to byte 4 of stage, which (a cp_async of )?thread [01] stores to")
+
 
 def refill(released: str) -> Any:
     """A warpgroup multiplies what a thread copied, which copies again to the same place."""

@@ -50,61 +50,6 @@ def zeros(count, dtype=np.int32):
 # --- barriers
 
 
-def reverse_kernel(barrier_before, barrier_after):
-    """Writes x, reads it from the other end, twice; each of the two barriers may be left out."""
-
-    @cuda.jit
-    def reverse(out):
-        stage = cuda.shared.array(64, int32)
-        t = cuda.threadIdx.x
-        for i in range(2):
-            stage[t] = t + 100 * i
-            if barrier_before:
-                cuda.syncthreads()
-            out[i, t] = stage[63 - t]
-            if barrier_after:
-                cuda.syncthreads()
-
-    return reverse
-
-
-REVERSED = np.stack([np.arange(64)[::-1], np.arange(64)[::-1] + 100])
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_right_barriers_give_one_result_in_every_order(order):
-    out = zeros((2, 64))
-    simulate(reverse_kernel(True, True), 1, 64, (out,), order=order)
-    np.testing.assert_array_equal(out, REVERSED)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (False, False)])
-def test_a_missing_barrier_is_a_race_in_every_order(before, after, order):
-    """The same threads need not be the first to be found."""
-    accesses = r"a (load of|store to) byte \d+ of stage, (to )?which thread \d+ (stores|loads)"
-    with pytest.raises(Race, match=accesses + r".*thread \(\d+, 0, 0\), test_simulator.py:\d+ `"):
-        simulate(reverse_kernel(before, after), 1, 64, (zeros((2, 64)),), order=order)
-
-
-@pytest.mark.parametrize("order", [0, -1])
-@pytest.mark.parametrize("reads", [1, -1])
-def test_a_race_that_goes_well_is_a_race(reads, order):
-    """A lane that reads its neighbour below is served in ascending order, and in that only."""
-
-    @cuda.jit
-    def neighbour(out):
-        stage = cuda.shared.array(66, int32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            stage[0] = stage[65] = 0
-        stage[t + 1] = t
-        out[t] = stage[t + 1 + reads]
-
-    with pytest.raises(Race, match="of stage"):
-        simulate(neighbour, 1, 64, (zeros(64),), order=order)
-
-
 def test_threads_that_left_early_are_divergence():
     @cuda.jit
     def early(out):
@@ -586,37 +531,6 @@ def test_asynchronous_copies_land_at_the_wait(wait, barrier, order):
     hint = "a barrier" if wait else "cp_async_wait comes first"
     with pytest.raises(Race, match=found + hint):
         simulate(copy_kernel(wait, barrier), 1, 64, (source, out), order=order)
-
-
-def test_copy_into_a_buffer_still_being_read():
-    """Two tiles through one buffer: without the loop's last barrier the second spoils the first."""
-
-    def make(barrier):
-        @cuda.jit
-        def reuse(source, out):
-            stage = cuda.shared.array(32 * 4, int32, alignment=16)
-            t = cuda.threadIdx.x
-            for i in range(2):
-                cp_async_16(stage, 4 * t, source, 128 * i + 4 * t)
-                cp_async_commit()
-                wait_all()
-                cuda.syncthreads()
-                out[i, t] = stage[4 * (31 - t)]
-                if barrier:
-                    cuda.syncthreads()
-
-        return reuse
-
-    source = np.arange(256, dtype=np.int32)
-    expected = source.reshape(2, 32, 4)[:, ::-1, 0]
-    for order in ORDERS:
-        out = zeros((2, 32))
-        simulate(make(True), 1, 32, (source, out), order=order)
-        np.testing.assert_array_equal(out, expected)
-        with pytest.raises(
-            Race, match=r"byte \d+ of stage, (to )?which thread \d+ (loads|stores): a"
-        ):
-            simulate(make(False), 1, 32, (source, out), order=order)
 
 
 # --- launches

@@ -421,12 +421,6 @@ def multiply_kernel(groups: str = "one", same: bool = True, everyone: bool = Tru
     return kernel
 
 
-def test_wgmma_done_right():
-    out = np.zeros(128, np.uint32)
-    simulate(multiply_kernel(), 1, 128, (out,))
-    assert (out == 4 * 32).all()
-
-
 def test_b_released_by_one_of_two_warpgroups_too_early():
     """The other's arrival is the last, and comes while the first only waits for its wgmma."""
 
