@@ -219,8 +219,8 @@ def prefetch_tensor_map(lane, tensor_map):
 )
 def tensor_copy(lane, destination, di, tensor_map, k, m, barrier, bi):
     """Begin to copy the box whose first column and row are k and m to destination[di], a multiple
-    of 1024 bytes, or of 128 where a box has fewer than eight rows, to be reported to the mbarrier at barrier[bi]: always all bytes of a box, zeros
-    where it is beyond the matrix. UTMALDG."""
+    of 1024 bytes, or of 128 where a box has fewer than eight rows, to be reported to the mbarrier
+    at barrier[bi]: always all bytes of a box, zeros where it is beyond the matrix. UTMALDG."""
     reports_to = reported_to("tensor_copy", lane, barrier, bi)
     size = tensor_map.box_bytes
     now().mapped[id(tensor_map)].require_written(tensor_map.ranges(k, m))
