@@ -226,7 +226,7 @@ class Schedule:
 
     def _switch(self) -> None:
         """Let the next lane run. The one that calls this goes on when it is next itself."""
-        if self.ready and self.in_turn and not self.copies and self.error is None:
+        if self.ready and self.in_turn and self.error is None:
             self.lane = lane = self.ready.popleft()  # as `_next` does, with one call less
         else:
             found = self._next()

@@ -24,7 +24,7 @@ from steps.product.experts import choose, packed_arrays
 from tests.kernels.between_problems import GUARD, Output, as_floats, of_dtype
 
 NAMES = few.KERNEL.formats
-OFTEN = (("q4_0", 1, False), ("q4_0", 8, True), ("mxfp4", 8, False), ("mxfp4", 1, True))
+OFTEN = (("q4_0", 8, True), ("mxfp4", 1, False), ("mxfp4", 1, True))
 """(format, tokens, whether the slots of a token are added up): what `make test` compiles."""
 
 
@@ -251,7 +251,7 @@ def test_more_experts_than_threads() -> None:
 
 def test_the_same_bits_in_every_order() -> None:
     """Whatever order thread blocks and warps run in: a result is a sum in a fixed order."""
-    one = case(20, 2, 3, 64, 384)
+    one = case(14, 2, 3, 40, 256)
     np.testing.assert_array_equal(one.run(), one.run(Simulator(1)))
 
 

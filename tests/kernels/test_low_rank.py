@@ -234,7 +234,8 @@ def llama(m: int, ranks: int, n: int = 4096) -> Launch:
 
 @pytest.mark.xdist_group("low_rank")
 @pytest.mark.parametrize(("m", "ranks"), [
-    pytest.param(1, 8), pytest.param(8, 64, marks=EVERY), pytest.param(16, 64, marks=SLOW),
+    *(pytest.param(m, ranks, marks=EVERY) for m, ranks in ((1, 8), (8, 64))),
+    pytest.param(16, 64, marks=SLOW),
 ])  # fmt: skip
 def test_machine_code(m: int, ranks: int) -> None:
     launch = llama(m, ranks)
