@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.record.codec import Count, Positive, Rule
 
-Status = Literal["ok", "unsupported", "failed"]
+Status = Literal["ok", "failed"]
 Scheme = Annotated[str, Rule("like W4A16", lambda text: re.fullmatch(r"W\d+A\d+", text))]
 Size = tuple[int, int, int]  # M, N, K of a product
 FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)

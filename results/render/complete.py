@@ -69,7 +69,7 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
         ("What a caller gets", _calls(run)),
         *whole,
         ("Each step at home, in every format", _homes(run, with_errors=pictured)),
-        ("Failed or not possible", [_exceptions(run)]),
+        ("Failed", [_failed(run)]),
     ]
     for title, parts in sections:
         told = [markdown(part) if isinstance(part, Table) else part for part in parts if part]
@@ -190,10 +190,10 @@ def _errors(run: Run, rungs: Sequence[query.Rung]) -> str:
     return "\n".join(told)
 
 
-def _exceptions(run: Run) -> Part:
+def _failed(run: Run) -> Part:
     """What the tables above have no figure for."""
     rows = sorted(run.rows, key=lambda row: row.step)
-    said = Counter(f"step {r.step}, {r.status}: {r.why}" for r in rows if r.status != "ok")
+    said = Counter(f"step {r.step}: {r.why}" for r in rows if r.status != "ok")
     return "\n".join(f"- {text} ({count} rows)" for text, count in said.items())
 
 

@@ -143,8 +143,7 @@ class Rung:
     @property
     def away(self) -> bool:
         """Whether its home is not the first one of its branch."""
-        branch = branches().get(self.row.branch)
-        return branch is not None and self.row.shape != branch.homes[0]
+        return self.row.shape != branches()[self.row.branch].homes[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +160,13 @@ def ladder(run: Run) -> list[Panel]:
     """The branches in the order of the ladder, each step once: in the family that continues the
     ladder, at the first home shape of its branch, or of its own homes at the smallest of that N and
     K, if there is one."""
-    rows = of_one_dtype(row for row in run.rows if row.status != "unsupported")
+    rows = of_one_dtype(run.rows)
     format_name = main_format(row for row in rows if row.home)
     panels = []
-    known = branches()
-    for branch in (*known, *sorted({row.branch for row in rows} - set(known))):
-        own = [row for row in rows if row.home and row.branch == branch]
-        if not own:
-            continue
-        first = known[branch].homes[0] if branch in known else min(row.shape for row in own)
-        rungs = [
-            _rung(rows, own, step, first, format_name) for step in sorted({r.step for r in own})
-        ]
-        title = known[branch].title if branch in known else branch
-        panels.append(Panel(branch, title, first, tuple(rung for rung in rungs if rung)))
+    for key, branch in branches().items():
+        own, first = [row for row in rows if row.home and row.branch == key], branch.homes[0]
+        rungs = (_rung(rows, own, n, first, format_name) for n in sorted({r.step for r in own}))
+        panels.append(Panel(key, branch.title, first, tuple(rung for rung in rungs if rung)))
     return [panel for panel in panels if panel.rungs]
 
 

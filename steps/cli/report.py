@@ -117,7 +117,7 @@ def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
 def _time_in(name: str) -> Callable[[_Rung], str]:
     def text(rung: _Rung) -> str:
         row = rung.rows.get(name)
-        if row is None or row.status == "unsupported":
+        if row is None:
             return table.ABSENT
         return table.cell(row.kernel_us) if row.status == "ok" else "FAILED"
 
@@ -189,8 +189,6 @@ def run_table(
 
 
 def _verdict(status: str, outcome: Outcome | None) -> str:
-    if status == "unsupported":
-        return status
     if outcome is None:
         return "ok" if status == "ok" else "FAILED"
     if outcome.failures:
