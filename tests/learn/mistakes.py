@@ -110,7 +110,6 @@ MISTAKES = (
         "loads",
         "thread 0 loads a[4], here it does not: it loads a at",
     ),
-    Mistake(3, "acc += scale_w", "acc = scale_w", "last block alone"),
     Mistake(
         4,
         "range(0, PAIRS, chain):\n                    v = int32(ROUND)\n"
@@ -122,7 +121,6 @@ MISTAKES = (
     ),
     Mistake(4, "int32(ROUND)", "int32(0)", "integer sum", "they are rounded down"),
     Mistake(5, "first - centre_pair", "first", "contents", "It is stored at"),
-    Mistake(5, "compensated and part == 0", "compensated", "compensated twice"),
     Mistake(6, "dp4a(xa[r], w[1], v[i + r, 1])", "dp4a(xa[r], w[1], 0)", "part of a block"),
     Mistake(6, "xa[r], w[3]", "xa[r], w[2]", "weights of another row"),
     Mistake(6, "d0 * da *", "d0 *", "no scale of the activations"),
@@ -145,7 +143,6 @@ MISTAKES = (
         "so cp_async_wait(2) or less",
     ),
     Mistake(9, "(shared, step * stage_bytes, w", "(shared, 0, w", "copy overwritten"),
-    Mistake(11, "r = 4 * (i * token_groups + j)", "r = 4 * (i + j)", "wrong value"),
     Mistake(
         12,
         "        wgmma_fence()  # what has been written to the registers may be read\n",
@@ -155,10 +152,4 @@ MISTAKES = (
     Mistake(12, "            fence_proxy_async()", "            #", "race"),
     Mistake(12, "descriptor += a_half_bytes // CHUNK", "descriptor += a_half_bytes", "nan"),
     Mistake(17, "8 * chunk", "4 * chunk", "misaligned"),
-    Mistake(
-        17,
-        "            cuda.syncwarp()\n            if i + SLOTS",
-        "            if i + SLOTS",
-        "race",
-    ),
 )

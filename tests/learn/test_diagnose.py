@@ -23,15 +23,9 @@ from steps.learn.pitfalls.exhibit import SHAPE, pitfalls
 from steps.registry import find
 from tests.learn.mistakes import MISTAKES, Mistake
 
-ONCE_MORE = ("step03-last_block_alone", "step05-compensated_twice", "step11-wrong_value")
-ONCE_MORE += ("step17-race",)
-"""Causes that other tests find in less time: another step's mistake, or the suspects below."""
-
-
 def mistake(one: Mistake) -> pytest.param:
     """`make test QUICK=1` runs those of the first two steps."""
-    slow = pytest.mark.every if one.id in ONCE_MORE else pytest.mark.slow
-    return pytest.param(one, id=one.id, marks=() if one.step <= 2 else slow)
+    return pytest.param(one, id=one.id, marks=() if one.step <= 2 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("one", [mistake(each) for each in MISTAKES])
