@@ -168,7 +168,7 @@ class Calls:
             self._a[m, dtype] = host.to(DEVICE, getattr(self.torch, dtype))
         return self._a[m, dtype]
 
-    def _copies(self, *key: Any, nbytes: int, first: Callable[[], Any], again: Any) -> list[Any]:
+    def _copies(self, key: Any, nbytes: int, first: Callable[[], Any], again: Any) -> list[Any]:
         """As many as fill the rotation: one that is made, the others `again` of it; kept by a key
         until the weights are released."""
         if key not in self._weights:
@@ -183,10 +183,10 @@ class Calls:
 
         blocks = self.data.blocks(format_name)
         return self._copies(
-            *(format_name, accuracy),
-            nbytes=blocks.nbytes,
-            first=lambda: QuantLinear.from_blocks(blocks, accuracy=accuracy).to(DEVICE),
-            again=copy.deepcopy,
+            (format_name, accuracy),
+            blocks.nbytes,
+            lambda: QuantLinear.from_blocks(blocks, accuracy=accuracy).to(DEVICE),
+            copy.deepcopy,
         )
 
     def packed(self, kernel: Kernel, format_name: str) -> list[Any]:
@@ -195,31 +195,28 @@ class Calls:
 
         blocks, twin = self.data.blocks(format_name), self.stopwatch.duplicate
         return self._copies(
-            *(kernel.pack, format_name),
-            nbytes=blocks.nbytes,
-            first=lambda: pack(blocks, step=kernel.number, machine=self.machine),
-            again=lambda one: replace(one, arrays=tuple(map(twin, one.arrays))),
+            (kernel.pack, format_name),
+            blocks.nbytes,
+            lambda: pack(blocks, step=kernel.number, machine=self.machine),
+            lambda one: replace(one, arrays=tuple(map(twin, one.arrays))),
         )
 
     def theirs(self, dtype: str) -> list[Any]:
         """torch.nn.Linear with each copy of the dequantized weights. Their values do not change
         its time, so all formats share it."""
 
+        def first() -> Any:
+            values = FORMATS[FORMAT].dequantize(self.data.blocks(FORMAT))
+            return linear(self.torch.from_numpy(values).to(DEVICE, kind))
+
         def linear(values: Any) -> Any:
             one = self.torch.nn.Linear(self.data.k, self.data.n, bias=False, device="meta")
             one.weight = self.torch.nn.Parameter(values, requires_grad=False)
             return one
 
-        return self._copies(
-            *("torch", dtype),
-            nbytes=getattr(self.torch, dtype).itemsize * self.data.n * self.data.k,
-            first=lambda: linear(self._dequantized(dtype)),
-            again=lambda one: linear(one.weight.clone()),
-        )
-
-    def _dequantized(self, dtype: str) -> Any:
-        values = FORMATS[FORMAT].dequantize(self.data.blocks(FORMAT))
-        return self.torch.from_numpy(values).to(DEVICE, getattr(self.torch, dtype))
+        kind = getattr(self.torch, dtype)
+        nbytes = kind.itemsize * self.data.n * self.data.k
+        return self._copies(("torch", dtype), nbytes, first, lambda one: linear(one.weight.clone()))
 
     def meant(self, format_name: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """The product with the dequantized weights, float64[rows, columns]."""
