@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-# The suite compiles what it tests, each kernel and each module once for all processes, and leaves
-# nothing behind.
+# The suite compiles what it tests, each kernel and each module once for all processes. Kernels are
+# not kept, modules are where the environment is one's own.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     kept = tempfile.mkdtemp(prefix="ladder-tests-")
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
     os.environ["LADDER_CACHE"] = str(Path(kept, "kernels"))
     if sys.dont_write_bytecode:  # an import of Numba takes twice as long then, of torch thrice
-        sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(kept, "modules"))
+        own = sys.prefix if sys.prefix != sys.base_prefix else kept
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(own, "modules"))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -26,10 +26,17 @@ from steps.checks.fuzz_experts import (
 )
 from steps.checks.select import UsageError
 from steps.driver.machines import Simulator
+from steps.kernels.experts import few
 from steps.product.experts import choose
 
 SMALL = "experts=3 format=q4_0 t=2 s=2 n=20 k=64 seed=1"
 RNG = np.random.default_rng(5)
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread block of 512 threads sorts all ids: of many the simulator does little else."""
+    monkeypatch.setattr(few, "multiprocessors", lambda: 3)
 
 
 @pytest.mark.parametrize(

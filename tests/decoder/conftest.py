@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from steps.kernels.experts import few
 from steps.nn import experts
 from steps.nn.linear import QuantLinear
 from tests.nn.on_the_host import cuda, host  # noqa: F401 - fixtures
@@ -29,6 +30,7 @@ def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
     monkeypatch.setattr(QuantLinear, "to", moved)
     monkeypatch.setattr(experts.QuantExperts, "to", moved)
     monkeypatch.setattr(experts, "_product", experts._on_gpu)
+    monkeypatch.setattr(few, "multiprocessors", lambda: 3)  # each thread block sorts all ids
     experts._prepared.clear()
     yield host
     experts._prepared.clear()

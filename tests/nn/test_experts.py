@@ -13,6 +13,7 @@ from torch import nn
 
 from qformats import FORMATS, dequantize, quantize
 from reference import nmse
+from steps.kernels.experts import few
 from steps.nn import experts, ggml_kernels
 from steps.nn.experts import QuantExperts, mul_mat_id
 from steps.nn.linear import quantize_model
@@ -27,6 +28,7 @@ silu = torch.nn.functional.silu
 def gpu(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernels run in the simulator, on tensors of the CPU."""
     monkeypatch.setattr(experts, "_product", experts._on_gpu)
+    monkeypatch.setattr(few, "multiprocessors", lambda: 3)  # each thread block sorts all ids
     experts._prepared.clear()
     experts._of_blocks.clear()
     yield host

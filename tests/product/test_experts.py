@@ -18,7 +18,7 @@ from reference import nmse
 from reference.limits import INT8_NMSE
 from steps import experts, pack_experts
 from steps.driver.machines import Simulator
-from steps.kernels.experts import many
+from steps.kernels.experts import few, many
 from steps.kernels.experts.gates import gated
 from steps.product import experts as api
 from steps.product.experts import ExpertsRequest, choose, gates_and_ups
@@ -31,6 +31,12 @@ VALUES = np.stack([dequantize(one) for one in BLOCKS])
 A = RNG.standard_normal((T, K), np.float32).astype(np.float16)
 IDS = np.array([[2, 0], [1, 1]], np.int32)
 HERE = 1 << 44
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread block of 512 threads sorts all ids: of many the simulator does little else."""
+    monkeypatch.setattr(few, "multiprocessors", lambda: 3)
 
 
 def right(a: np.ndarray, ids: np.ndarray) -> np.ndarray:
