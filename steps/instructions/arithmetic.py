@@ -11,6 +11,8 @@ from steps.instructions.define import ptx
 _WORD = struct.Struct("<I")
 _UINT8S, _INT8S = struct.Struct("<4B"), struct.Struct("<4b")
 _HALVES = struct.Struct("<2e")
+_TWO_WORDS, _FOUR_HALVES = struct.Struct("<2I"), struct.Struct("<4e")
+_THREE_WORDS, _SIX_HALVES = struct.Struct("<3I"), struct.Struct("<6e")
 
 
 def uint8s(word: int) -> tuple[int, int, int, int]:
@@ -127,7 +129,7 @@ def high2half2(a):
 @ptx("mul.rn.f16x2 $0, $1, $2;", returns=uint32, takes=(uint32, uint32))
 def hmul2(a, b):
     """a * b of two float16 each, rounded once; subnormals count in full. HFMA2 or HMUL2."""
-    (a0, a1), (b0, b1) = halves(a), halves(b)
+    a0, a1, b0, b1 = _FOUR_HALVES.unpack(_TWO_WORDS.pack(a, b))
     return of_halves(a0 * b0, a1 * b1)
 
 
@@ -138,7 +140,7 @@ def hfma2(a, b, c):
     The twin adds in float64, whose rounding is never seen: where it is inexact the product is below
     2^-15 and the sum above 2^5, too far from the middle between two float16 for it to matter.
     """
-    (a0, a1), (b0, b1), (c0, c1) = halves(a), halves(b), halves(c)
+    a0, a1, b0, b1, c0, c1 = _SIX_HALVES.unpack(_THREE_WORDS.pack(a, b, c))
     return of_halves(a0 * b0 + c0, a1 * b1 + c1)
 
 
