@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from steps.contract import Launch, MakeActivations
+from steps.contract import Launch, MakeActivations, dtype_name
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.rows import row_grid
 
@@ -37,7 +37,7 @@ def writes_what_is_its_own(
     around = np.full(values.size + 64, 7, values.dtype)
     around_scales = np.full(scales.size + 4, 7, np.float32)
     args = (a, around[: values.size].reshape(values.shape), around_scales[: scales.size])
-    Simulator(3).run(Launch(kernel, *row_grid(*a.shape), args))
+    Simulator(3).run(Launch(kernel, *row_grid(*a.shape, dtype_name(a)), args))
     np.testing.assert_array_equal(around[: values.size], values.reshape(-1))
     np.testing.assert_array_equal(around_scales[: scales.size], scales)
     assert (around[values.size :] == 7).all()

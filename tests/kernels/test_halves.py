@@ -245,7 +245,7 @@ def test_activations_are_the_recipe_bit_for_bit(
     np.testing.assert_array_equal(made, encode("rows", want)[0])
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("offset", [0, 8])
 @pytest.mark.parametrize("shape", [(5, 160), (3, 4192)])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_bfloat16_becomes_float16_in_a_power_of_two_of_its_row(
@@ -331,7 +331,7 @@ def test_gates_are_read_by_what_has_that_pass() -> None:
     assert reading(q8_1_blocks, GATED) == (q8_1_blocks, "float32", 1, "float32")
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize("offset", [0, 8])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_float16_activations_are_read_as_what_they_are(machine: Any, offset: int) -> None:
     """The bits that the same values in float32 lead to; subnormals, zeros and no numbers too."""
@@ -348,7 +348,7 @@ def test_float16_activations_are_read_as_what_they_are(machine: Any, offset: int
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("offset", [0, 8])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_bfloat16_activations_are_read_as_what_they_are(machine: Any, offset: int) -> None:
     """The same: values of any 16 bits, beyond what float16 has too."""
@@ -388,7 +388,7 @@ def test_the_pass_writes_its_units_and_nothing_else() -> None:
     for shape in ((1, 32), (7, 96), (3, 4128)):
         a = odd_rows(*shape)
         wanted = encode("rows", Halves.of_values(a))
-        writes_what_is_its_own(row_rounder(row_loads(shape[1])), a, *wanted)
+        writes_what_is_its_own(row_rounder(row_loads(shape[1], "float32")), a, *wanted)
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:
@@ -404,15 +404,15 @@ def test_layouts_are_made_of_what_they_hold() -> None:
         (float16_rows, 4096, 4, "float32", 4),
         (float16_rows, 14336, 14, "float32", 2),
         pytest.param(float16_rows, 57344, 14, "float32", 2, marks=pytest.mark.every),
-        (int8_rows, 4096, 4, "float16", 6),
-        pytest.param(int8_rows, 14336, 14, "float16", 4, marks=pytest.mark.every),
-        (int8_rows, 14336, 14, "bfloat16", 4),
+        (int8_rows, 4096, 2, "float16", 6),
+        pytest.param(int8_rows, 14336, 7, "float16", 4, marks=pytest.mark.every),
+        (int8_rows, 14336, 7, "bfloat16", 4),
     ],
 )
 def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, blocks: int) -> None:
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
-    assert row_loads(k) == held
-    wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
+    assert row_loads(k, dtype) == held
+    wide = "LDG.E.128"
     (launch,) = make(np.zeros((4, k), array_dtype(dtype)), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)

@@ -71,8 +71,9 @@ def _rounded(a: Any, machine: Machine) -> Activations:
     m, k = a.shape
     rounded = machine.empty((m, k), np.float16)
     token_scales = machine.empty((m,), np.float32)
-    run = row_rounder(row_loads(k), dtype_name(a))
-    launch = Launch(run, *row_grid(m, k), (a, rounded, token_scales))
+    of = dtype_name(a)
+    run, grid = row_rounder(row_loads(k, of), of), row_grid(m, k, of)
+    launch = Launch(run, *grid, (a, rounded, token_scales))
     return Activations((rounded, token_scales), (launch,), "rows")
 
 
@@ -102,8 +103,9 @@ def int8_rows(a: Any, machine: Machine) -> Activations:
     bfloat16. See `steps.kernels.parts.activations.rows.token_quantizer`."""
     m, k = a.shape
     codes, scales = machine.empty((m, k), np.int8), machine.empty((m,), np.float32)
-    kernel = token_quantizer(row_loads(k), dtype_name(a))
-    launch = Launch(kernel, *row_grid(m, k), (a, codes, scales))
+    of = dtype_name(a)
+    run, grid = token_quantizer(row_loads(k, of), of), row_grid(m, k, of)
+    launch = Launch(run, *grid, (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
 
 

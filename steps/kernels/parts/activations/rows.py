@@ -22,12 +22,12 @@ from steps.instructions import (
     shfl_xor,
     store_u32,
     store_u32x2,
+    store_u32x4,
 )
 from steps.kernels.parts.activations.sources import SOURCES, Source
 
 ROW_THREADS: Final = 256  # of a thread block, at most; it has one row
 H200_LOADS: Final = 14  # of a lane in flight, kept until they can be rounded; measured on an H200
-ROW_STEP: Final = ROW_THREADS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT: Final = 15
 """Biased, of a row's largest: below it the scale would have no float32 inverse."""
 
@@ -57,47 +57,63 @@ class Rounding:
 
 def row_kernel(loads: int, read: Source, rounding: Rounding) -> Any:
     """kernel(a, out, token_scales) of the passes below: each row of A[M, K] with a scale of its
-    own, a thread block each. K is a multiple of 4, out is [M, K].
+    own, a thread block each. K is a multiple of 8, out is [M, K].
 
-    A lane keeps `loads` times four values of a row until the row's largest is known. The rest of a
+    A lane keeps `loads` times 16 bytes of a row until the row's largest is known. The rest of a
     longer row is read again, from the caches. With `Launch.overlap` the kernel may follow the one
     that makes A, and be followed, with no gap.
     """
     size, scale, token_scale = rounding.size, rounding.scale, rounding.token_scale
     pack, out_words = rounding.pack, rounding.words
-    words, is_aligned, load_4, values = read.words, read.aligned, read.load, read.values
+    fours, is_aligned, load = read.fours, read.aligned_16, read.load_16
+    four, sizes = read.four, read.sizes
+    at_once, stored, longer = row_step(read), fours * out_words, loads > most_loads(read)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_4(out, offset, x, scale):
-        packed = pack(x, scale)
-        if out_words == 1:
-            store_u32(out, offset, packed[0])
-        else:
-            store_u32x2(out, offset, packed[0], packed[1])
+    def largest_of(x, i, largest):
+        for j in range(fours):
+            for one in sizes(x, i, j):
+                largest = max(largest, one)
+        return largest
 
-    @cuda.jit
+    @cuda.jit(device=True, forceinline=True)
+    def store(out, offset, x, i, scale):
+        y = cuda.local.array(stored, uint32)
+        for j in range(fours):
+            packed = pack(four(x, i, j), scale)
+            for word in range(out_words):
+                y[j * out_words + word] = packed[word]
+        if stored == 1:
+            store_u32(out, offset, y[0])
+        elif stored == 2:
+            store_u32x2(out, offset, y[0], y[1])
+        else:
+            store_u32x4(out, offset, y[0], y[1], y[2], y[3])
+
+    @cuda.jit(launch_bounds=(ROW_THREADS, 2 if longer else 2 + fours))  # blocks that fit an SM
     def by_rows(a, out, token_scales):
         griddepcontrol_launch_dependents()
-        x = cuda.local.array((loads, words), uint32)
+        x = cuda.local.array((loads, 4), uint32)
         largest = cuda.shared.array(1, int32)
-        thread, m, columns = uint32(cuda.threadIdx.x), cuda.blockIdx.x, uint32(a.shape[1])
-        first, row = uint32(4 * thread), int64(m) * columns
+        thread, m, columns = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(a.shape[1])
+        first, row = uint32(4 * fours * thread), int64(m) * columns
         aligned = is_aligned(a)
         if thread == 0:
             largest[0] = 0
         griddepcontrol_wait()
         for i in range(loads):
-            for j in range(words):
+            for j in range(4):
                 x[i, j] = 0
-            if first + i * ROW_STEP < columns:
-                load_4(x, i, a, row + (first + i * ROW_STEP), aligned)
+            if first + i * at_once < columns:
+                load(x, i, a, row + (first + i * at_once), aligned)
         largest_so_far = int32(0)
         for i in range(loads):
-            largest_so_far = largest_bits(values(x, i), largest_so_far)
-        for k in range(first + loads * ROW_STEP, columns, ROW_STEP):
-            y = cuda.local.array((1, words), uint32)
-            load_4(y, 0, a, row + k, aligned)
-            largest_so_far = largest_bits(values(y, 0), largest_so_far)
+            largest_so_far = largest_of(x, i, largest_so_far)
+        if longer:
+            for k in range(first + loads * at_once, columns, at_once):
+                y = cuda.local.array((1, 4), uint32)
+                load(y, 0, a, row + k, aligned)
+                largest_so_far = largest_of(y, 0, largest_so_far)
         for apart in (1, 2, 4, 8, 16):
             largest_so_far = max(largest_so_far, shfl_xor(largest_so_far, apart))
         cuda.syncthreads()
@@ -108,26 +124,40 @@ def row_kernel(loads: int, read: Source, rounding: Rounding) -> Any:
         row_size = size(largest[0])
         times = scale(row_size)
         for i in range(loads):
-            if first + i * ROW_STEP < columns:
-                store_4(out, row + (first + i * ROW_STEP), values(x, i), times)
-        for k in range(first + loads * ROW_STEP, columns, ROW_STEP):
-            y = cuda.local.array((1, words), uint32)
-            load_4(y, 0, a, row + k, aligned)
-            store_4(out, row + k, values(y, 0), times)
+            if first + i * at_once < columns:
+                store(out, row + (first + i * at_once), x, i, times)
+        if longer:
+            for k in range(first + loads * at_once, columns, at_once):
+                y = cuda.local.array((1, 4), uint32)
+                load(y, 0, a, row + k, aligned)
+                store(out, row + k, y, 0, times)
         if thread == 0:
             token_scales[m] = token_scale(row_size)
 
     return by_rows
 
 
-def row_loads(k: int) -> int:
-    """`loads` of these passes for rows of k: all of a row, if it can be."""
-    return max(1, min(H200_LOADS, -(-k // ROW_STEP)))
+def row_step(read: Source) -> int:
+    """Values of a row that the threads take at a time."""
+    return ROW_THREADS * 4 * read.fours
 
 
-def row_grid(m: int, k: int) -> tuple[tuple[int], tuple[int]]:
+def most_loads(read: Source) -> int:
+    """Of a lane, where these are all of a row. Numbers of 16 bits become two registers each while
+    they are rounded."""
+    return H200_LOADS // read.fours
+
+
+def row_loads(k: int, of: str) -> int:
+    """`loads` of these passes for rows of k values of dtype `of`: all of a row, if it can be, else
+    one more than the most."""
+    read = SOURCES[of]
+    return max(1, min(most_loads(read) + 1, -(-k // row_step(read))))
+
+
+def row_grid(m: int, k: int, of: str) -> tuple[tuple[int], tuple[int]]:
     """(grid, block) of these passes for A[m, k]: no more threads than a row has work for."""
-    return (m,), (min(ROW_THREADS, -(-k // 128) * 32),)
+    return (m,), (min(ROW_THREADS, -(-k // (128 * SOURCES[of].fours)) * 32),)
 
 
 # --- float16 --------------------------------------------------------------------------------------
