@@ -23,6 +23,7 @@ from steps.learn.pitfalls.exhibit import SHAPE, pitfalls
 from steps.registry import find
 from tests.learn.mistakes import MISTAKES, Mistake
 
+
 def mistake(one: Mistake) -> pytest.param:
     """`make test QUICK=1` runs those of the first two steps."""
     return pytest.param(one, id=one.id, marks=() if one.step <= 2 else pytest.mark.slow)

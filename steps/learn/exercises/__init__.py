@@ -13,7 +13,6 @@ exercise is made from the step as it is.
       faults    errors of the simulator            races      both sides of a race
       suspects  what known bugs compute            beside     loads beside those of the step
       rerun     the launch once more, told of each access to memory
-      wording   lists and ranges in sentences
     advice    what a right kernel could do better
     progress  how far the exercises are
 """

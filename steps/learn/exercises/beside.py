@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,6 @@ import numpy as np
 from steps.contract import Step
 from steps.learn.exercises.rerun import LOADS, Watch, run_again
 from steps.learn.exercises.trial import Array, File, Subject
-from steps.learn.exercises.wording import listed, runs
 from steps.simulator import banks
 from steps.simulator.lanes import WARP, Lane
 from steps.simulator.scheduler import now
@@ -292,3 +291,23 @@ class Beside:
 
 def _bytes(loads: Iterable[tuple[int, int]]) -> set[int]:
     return {byte for at, size in loads for byte in range(at, at + size)}
+
+
+# --- lists and ranges in sentences ----------------------------------------------------------------
+
+
+def runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of neighbours."""
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        own = [i for _, i in run]
+        yield own[0], own[-1]
+
+
+def span(first: int, last: int) -> str:
+    """ "3", "3 to 5"."""
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def listed(parts: Sequence[str], shown: int = 4) -> str:
+    """ "1, 3 to 5, 7, 9 ..."."""
+    return ", ".join(parts[:shown]) + (" ..." if len(parts) > shown else "")

@@ -10,11 +10,10 @@ import numpy as np
 from qformats import BLOCK, FORMATS
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.learn.exercises.beside import Beside, Finding, which_blocks
+from steps.learn.exercises.beside import Beside, Finding, listed, span, which_blocks
 from steps.learn.exercises.faults import of_fault
 from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
 from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
-from steps.learn.exercises.wording import listed, span
 from steps.learn.pitfalls.exhibit import pitfalls
 
 TELLING: Final = Case((3, 5, 64), "integer", 1)
