@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
-from reference import Problem, Reference, check
-from results.measure.products import COMPARED, Data, Packed, PartOf, Shared
+from reference import Problem, check
+from results.measure.products import Data, Packed, Shared
 from steps.blocks.chained import multiplies_twice
 from steps.checks.fuzz_cases import GivenProblem
 from steps.contract import Activations, Launch, Shape, Work
@@ -120,30 +120,25 @@ class ChainedShared(Shared):
         m, _, k = self.shape
         return super().operations + 2 * m * k * k
 
-    def multiplied(self, activations: Any) -> Any:
+    def _multiplied(self, activations: Any) -> Any:
         """H, as the first product left it. ValueError where that is wrong."""
-        key = id(activations)
-        if key not in self._bits:
-            work = self._works[key]
-            h = np.array(self.machine.host(self.memory(work)[0]))
-            a = self.data.a("float16")[: self.m]
-            first = GivenProblem(a, self.data.before(work.format), "float16")
-            used = decode("rows", (a,), *a.shape)
-            found = check(h, first, work.family, used)
-            if not found.ok:
-                raise ValueError(f"the first of two products is {found.verdict}")
-            self._bits[key] = decode("rows", (h,), *h.shape)
-        return self._bits[key]
+        work = self._works[id(activations)]
+        h = np.array(self.machine.host(self.memory(work)[0]))
+        a = self.data.a("float16")[: self.m]
+        first = GivenProblem(a, self.data.before(work.format), "float16")
+        found = check(h, first, work.family, decode("rows", (a,), *a.shape))
+        if not found.ok:
+            raise ValueError(f"the first of two products is {found.verdict}")
+        return decode("rows", (h,), *h.shape)
 
-    def reference(self, work: Work, input: str) -> Reference:
-        """What is right for the H that this work has made."""
-        key = (*named(work), input)
-        if key not in self._references:
-            given = (*self.shape, work.format, self.data.distribution, self.data.seed, input)
-            problem = PartOf(*given, self.data)
-            problem.__dict__["a"] = self.multiplied(self._activations[key]).h
-            self._references[key] = Reference(problem, COMPARED)
-        return self._references[key]
+    def _named(self, work: Work, dtype: str) -> tuple[Any, ...]:
+        return (*named(work), dtype)
+
+    def _problem(self, work: Work, dtype: str) -> Problem:
+        """For the H that this work has made."""
+        problem = super()._problem(work, dtype)
+        problem.__dict__["a"] = self.multiplied(self._activations[*named(work), dtype]).h
+        return problem
 
 
 def named(work: Work) -> tuple[str, str]:

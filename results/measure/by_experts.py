@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
-from reference import ExpertsProblem, Problem, Reference
-from results.measure.products import COMPARED, THREADS, Data, Packed, Shared
+from reference import ExpertsProblem, Problem
+from results.measure.products import THREADS, Data, Packed, Shared
 from steps.blocks.experts import RowsByIds
 from steps.checks.cases import Routing, routing
 from steps.contract import Activations, Launch, Shape, Work, plain_rows
@@ -162,23 +162,15 @@ class ExpertsShared(Shared):
         sorted_back[self.order] = c
         return sorted_back
 
-    def multiplied(self, activations: Any) -> Any:
+    def _multiplied(self, activations: Any) -> Any:
         """Of all rows of C. A lesson may sort A, and changes no number."""
-        key = id(activations)
-        if key not in self._bits:
-            bits = None
-            if activations.layout is not None:
-                a = self.data.problem("q4_0", self.m, "float16").a
-                bits = decode(activations.layout, (a,), self.m, self.data.k)
-            self._bits[key] = bits
-        return self._bits[key]
+        if activations.layout is None:
+            return None
+        a = self.data.problem("q4_0", self.m, "float16").a
+        return decode(activations.layout, (a,), self.m, self.data.k)
 
-    def reference(self, work: Work, input: str) -> Reference:
-        key = (work.format, input, False)
-        if key not in self._references:
-            problem = self.data.problem(work.format, self.m, input)
-            self._references[key] = Reference(problem, COMPARED)
-        return self._references[key]
+    def _problem(self, work: Work, dtype: str) -> Problem:
+        return self.data.problem(work.format, self.m, dtype)
 
     def bytes_read(self, packed: Packed) -> int:
         return packed.nbytes * len(self.experts) // self.data.routed.experts

@@ -270,12 +270,14 @@ class Shared:
         itself."""
         key = id(activations)
         if key not in self._bits:
-            bits = None
-            if activations.layout is not None:
-                host = tuple(np.array(self.machine.host(array)) for array in activations.arrays)
-                bits = decode(activations.layout, host, self.m, self.data.k)
-            self._bits[key] = bits
+            self._bits[key] = self._multiplied(activations)
         return self._bits[key]
+
+    def _multiplied(self, activations: Any) -> Any:
+        if activations.layout is None:
+            return None
+        host = tuple(np.array(self.machine.host(array)) for array in activations.arrays)
+        return decode(activations.layout, host, self.m, self.data.k)
 
     def forget_bits(self) -> None:
         """They are to be read back anew: the timed launches may have changed them."""
@@ -285,13 +287,18 @@ class Shared:
         """What is right; float16 A is one of its own for A16 alone, whose recipe differs, bfloat16
         A has numbers of its own."""
         dtype = input if work.family == "A16" or input == "bfloat16" else "float32"
-        pruned = work.step.accuracy == "pruned"
-        key = (work.format, dtype, pruned)
+        key = self._named(work, dtype)
         if key not in self._references:
-            given = (*self.shape, work.format, self.data.distribution, self.data.seed, dtype)
-            problem = PartOf(*given, self.data, pruned=pruned)
-            self._references[key] = Reference(problem, COMPARED)
+            self._references[key] = Reference(self._problem(work, dtype), COMPARED)
         return self._references[key]
+
+    def _named(self, work: Work, dtype: str) -> tuple[Any, ...]:
+        """What tells references apart."""
+        return work.format, dtype, work.step.accuracy == "pruned"
+
+    def _problem(self, work: Work, dtype: str) -> Problem:
+        given = (*self.shape, work.format, self.data.distribution, self.data.seed, dtype)
+        return PartOf(*given, self.data, pruned=work.step.accuracy == "pruned")
 
 
 class Product:
