@@ -18,7 +18,7 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Problem, check
-from results.measure.products import Data, Packed, Shared
+from results.measure.products import Data, Shared
 from steps.blocks.chained import multiplies_twice
 from steps.checks.fuzz_cases import GivenProblem
 from steps.contract import Activations, Launch, Shape, Work
@@ -50,19 +50,13 @@ class ChainedData(Data):
             self._blocks[format_name] = np.tile(one, (self.n // len(one), 1))
         return self._blocks[format_name]
 
-    def packed(self, work: Work) -> Packed:
+    def _pack(self, work: Work) -> tuple[np.ndarray, ...]:
         """Of V, then of W, for a step that multiplies by one matrix, too."""
-        key = (work.step.pack, work.format)
-        if key not in self._packed:
-            pack = work.step.pack
-            both = self.before(work.format), self.blocks(work.format)
-            arrays = (
-                tuple(pack(both[1], before=both[0]))  # type: ignore[call-arg]
-                if multiplies_twice(work.step)
-                else (*pack(both[0]), *pack(both[1]))
-            )
-            self._packed[key] = Packed(arrays)
-        return self._packed[key]
+        pack = work.step.pack
+        v, w = self.before(work.format), self.blocks(work.format)
+        if multiplies_twice(work.step):
+            return tuple(pack(w, before=v))  # type: ignore[call-arg]
+        return (*pack(v), *pack(w))
 
     def shared(self, m: int, machine: Any, stopwatch: Any) -> ChainedShared:
         return ChainedShared(self, m, machine, stopwatch)

@@ -73,15 +73,11 @@ class ExpertsData(Data):
         given = (m, self.n, self.k, format_name, self.distribution, self.seed, dtype)
         return RepeatedExperts(*given, *self.routed)
 
-    def packed(self, work: Work) -> Packed:
-        key = (work.step.pack, work.format)
-        if key not in self._packed:
-            one = self.problem(work.format, self.tokens, "float16")
-            each = [work.step.pack(own.blocks) for own in one.drawn]
-            times = one.experts // len(each)
-            arrays = tuple(np.concatenate(own * times) for own in zip(*each, strict=True))
-            self._packed[key] = Packed(arrays)
-        return self._packed[key]
+    def _pack(self, work: Work) -> tuple[np.ndarray, ...]:
+        one = self.problem(work.format, self.tokens, "float16")
+        each = [work.step.pack(own.blocks) for own in one.drawn]
+        times = one.experts // len(each)
+        return tuple(np.concatenate(own * times) for own in zip(*each, strict=True))
 
     def prepare(self, works: Iterable[Work]) -> None:
         needed = {(work.step.pack, work.format): work for work in works}

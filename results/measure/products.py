@@ -111,8 +111,11 @@ class Data:
         """The weights as a step reads them, packed once for all steps that read them so."""
         key = (work.step.pack, work.format)
         if key not in self._packed:
-            self._packed[key] = Packed(tuple(work.step.pack(self.blocks(work.format))))
+            self._packed[key] = Packed(self._pack(work))
         return self._packed[key]
+
+    def _pack(self, work: Work) -> tuple[np.ndarray, ...]:
+        return tuple(work.step.pack(self.blocks(work.format)))
 
     def prepare(self, works: Iterable[Work]) -> None:
         """Quantize and pack what these works need, on several cores."""

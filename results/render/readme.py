@@ -103,7 +103,6 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
     Humming's W4A16; None where nothing was measured."""
     name = query.main_format(query.tabled(run))
     found: list[AsCalled] = []
-    elsewhere: set[str] = set()
     lines = []
     for size in CALLED:
         both = [
@@ -113,17 +112,14 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
         beside = [query.baseline(run, peer, name, size) for peer in (query.LLAMA_CPP, query.W4A16)]
         own = [one for one in both if one]
         found += own
-        elsewhere |= {peer.peer for peer in beside if peer and not peer.same_run}
         times = [cell(one.us) + _mark(one, stale) if one else ABSENT for one in both]
         torch = cell(own[0].cublas_us if own else None)
         theirs = [cell(peer.us if peer else None) for peer in beside]
         lines.append(Line((str(size[0]), dims(size[1:]), *times, torch, *theirs)))
     title = [
         f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, {query.when(found)} "
-        f"([run]({source})). {query.BASELINES[query.LLAMA_CPP]}: float32 in and out"
-        + (", from another run." if query.LLAMA_CPP in elsewhere else ".")
+        f"([run]({source})). llama.cpp, from float32 to float32, and Humming: from other runs."
     ]
-    title += [f"{query.LAYERS[query.W4A16]}: from another run."] * (query.W4A16 in elsewhere)
     title += [STALE_NOTE] * any(one.key in stale for one in found)
     return Table(OF_CALLED, tuple(lines), "\n".join(title)) if found else None
 

@@ -240,29 +240,17 @@ def test_stale_steps_are_marked(tree, run) -> None:
 # --- what a caller gets ---------------------------------------------------------------------------
 
 
-def test_figures_of_another_run_missing_and_stale_ones_are_said(run) -> None:
-    def title(run: Run, stale: staleness.Keys = ()) -> list[str]:
-        made = readme.called_table(run, "r.json", stale)
-        assert made is not None
-        return made.title.splitlines()
-
-    there, here = (
-        replace(run, peers=tuple(replace(peer, same_run=same) for peer in run.peers))
-        for same in (False, True)
-    )
-    first, second = title(there)
-    assert first.endswith("llama.cpp: float32 in and out, from another run.")
-    assert second == "Humming W4A16: from another run."
-    (first,) = title(here)
-    assert first.endswith("llama.cpp: float32 in and out.")
+def test_figures_that_are_missing_or_stale_are_said(run) -> None:
     exact = tuple(one for one in run.as_called if one.accuracy == "exact")
     lines = cells(readme.called_table(replace(run, as_called=exact, peers=()), "r.json"))
     assert all(line[3] == line[5] == "-" for line in lines)
     assert readme.called_table(replace(run, as_called=()), "r.json") is None
     one = query.called(run, "QuantLinear", "exact", "float16", readme.CALLED[0])
     assert one is not None
-    assert title(run, {one.key})[-1] == staleness.STALE_NOTE
-    lines = cells(readme.called_table(run, "r.json", {one.key}))
+    made = readme.called_table(run, "r.json", {one.key})
+    lines = cells(made)
+    assert made is not None
+    assert made.title.endswith(staleness.STALE_NOTE)
     assert lines[0][2] == f"{table.number(one.us)} (stale)"
     assert not any("(stale)" in cell for line in lines[1:] for cell in line)
 
