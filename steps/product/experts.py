@@ -45,6 +45,7 @@ from steps.product.gemm import (
 )
 from steps.product.operands import (
     ARRAYS,
+    BYTES,
     address,
     as_array,
     blocks_of,
@@ -126,18 +127,18 @@ def pack_experts(
     Raises TypeError for what are no blocks, ValueError for other shapes, for blocks without a
     finite scale and for formats that no kernel takes, RuntimeError without a GPU.
     """
-    blocks, count, n, k = _matrices(blocks_of(w))
+    blocks = blocks_of(w)
+    name, count, n, k = _of_blocks(blocks)
     packings = [tiles, byte_tiles] if known_accuracy(accuracy) == "fast" else [tiles]
     where = machine_for(machine)
     made = [tuple(map(where.array, packed_arrays(blocks, pack))) for pack in packings]
     where.synchronize()  # an upload may be read on any stream from here on
     fast = made[1] if made[1:] else None
-    name = weight_format(blocks[0]).name
     return PackedExperts(name, count, n, k, made[0], where, fast, accuracy)
 
 
-def _matrices(w: Any) -> tuple[np.ndarray, int, int, int]:
-    """(blocks, E, N, K) of blocks of experts, which are checked."""
+def _of_blocks(w: Any) -> tuple[str, int, int, int]:
+    """(format, E, N, K) of blocks of experts, which are checked."""
     if getattr(w, "ndim", 3) != 3:
         raise ValueError(
             f"w must have shape [E, N, K/32], a matrix for each expert, got {w.ndim} dimensions: "
@@ -148,7 +149,7 @@ def _matrices(w: Any) -> tuple[np.ndarray, int, int, int]:
     if fmt.name not in few.KERNEL.formats:
         raise ValueError(few.KERNEL.why_not(ExpertsRequest(fmt.name, 1, 1, 1, 1, 1), None))
     count, n, blocks_k = w.shape
-    return w, count, n, blocks_k * fmt.elements
+    return fmt.name, count, n, blocks_k * fmt.elements
 
 
 def packed_arrays(blocks: np.ndarray, pack: Any = tiles) -> tuple[np.ndarray, np.ndarray]:
@@ -312,8 +313,8 @@ def experts(
     a, ids, out = as_array("a", a), as_array("ids", ids), as_array("out", out)
     bias, router = as_array("bias", bias), as_array("router", router)
     on_device = is_device_array(a)
-    format, count, n, k = _weights(w)
-    request = _request(a, ids, bias, router, on_device, gate, dtype, (format, count, n, k))
+    weights = (w.format, w.experts, w.n, w.k) if isinstance(w, PackedExperts) else _of_blocks(w)
+    request = _request(a, ids, bias, router, on_device, gate, dtype, weights)
     request = replace(request, accuracy=_accuracy(accuracy, w))
     where = machine_for(machine, w)
     if on_device and where.cc is None:
@@ -363,14 +364,6 @@ def _accuracy(named: Accuracy | None, w: Any) -> Accuracy:
     if not isinstance(w, PackedExperts):
         return named or "exact"
     return "exact" if w.fast is None else named or w.accuracy
-
-
-def _weights(w: Any) -> tuple[str, int, int, int]:
-    """(format, E, N, K)"""
-    if isinstance(w, PackedExperts):
-        return w.format, w.experts, w.n, w.k
-    blocks, count, n, k = _matrices(w)
-    return weight_format(blocks[0]).name, count, n, k
 
 
 def _request(
@@ -480,7 +473,7 @@ class ExpertsProduct:
         shape = (*slots, asked.k) if asked.per_slot else (asked.tokens, asked.k)
         source = address("a", a, shape, device, asked.a)
         require_start_of_a(source, asked.a)
-        read = [("a", source, ARRAYS[asked.a].itemsize * math.prod(shape))]
+        read = [("a", source, BYTES[asked.a] * math.prod(shape))]
         wanted = (
             ("ids", ids, slots, asked.ids),
             ("bias", bias, (asked.experts, asked.n), asked.bias),
@@ -488,12 +481,12 @@ class ExpertsProduct:
         )
         for name, x, size, dtype in wanted:
             if dtype is not None:
-                item = 8 if dtype == "int64" else 4 if dtype == "int32" else ARRAYS[dtype].itemsize
-                read.append((name, address(name, x, size, device, dtype), item * math.prod(size)))
+                start = address(name, x, size, device, dtype)
+                read.append((name, start, BYTES[dtype] * math.prod(size)))
         if out is None:
             out = empty_beside(a, asked.out_shape, asked.c, machine)
         target = address("out", out, asked.out_shape, device, asked.c)
-        written = ARRAYS[asked.c].itemsize * math.prod(asked.out_shape)
+        written = BYTES[asked.c] * math.prod(asked.out_shape)
         for name, start, bytes_read in read:
             require_place(target, written, start, bytes_read, name)
         handle, made = stream_handle(stream_of(a) if stream is None else stream), self.made

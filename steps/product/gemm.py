@@ -39,6 +39,7 @@ from steps.product.choice import (
 )
 from steps.product.operands import (
     ARRAYS,
+    BYTES,
     activations_facts,
     address,
     as_array,
@@ -361,9 +362,9 @@ class Product:
         self._addresses = tuple(map(address_of, weights.arrays))
         self._device = current_device()
         self._a_shape, self._out_shape = (asked.m, asked.k), (asked.m, asked.n)
-        self._a_bytes = ARRAYS[asked.a].itemsize * asked.m * asked.k
-        self._out_bytes = ARRAYS[asked.c].itemsize * asked.m * asked.n
-        self._bias_bytes = ARRAYS[asked.bias].itemsize * asked.n if asked.bias else 0
+        self._a_bytes = BYTES[asked.a] * asked.m * asked.k
+        self._out_bytes = BYTES[asked.c] * asked.m * asked.n
+        self._bias_bytes = BYTES[asked.bias] * asked.n if asked.bias else 0
         self._in_blocks = reads_blocks(choice)
 
     def __call__(

@@ -25,7 +25,7 @@ GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
 ARRAYS: Final = {name: array_dtype(name) for name in FLOATS}
 """The dtypes that A and C may have, by name; a kernel says which it reads and writes."""
 
-_BYTES: Final = {name: np.dtype(name).itemsize for name in ("uint8", "int32", "int64")} | {
+BYTES: Final = {name: np.dtype(name).itemsize for name in ("uint8", "int32", "int64")} | {
     name: dtype.itemsize for name, dtype in ARRAYS.items()
 }
 """Bytes of an item of any array on a GPU that is read or written here."""
@@ -267,11 +267,11 @@ def address(
         fits = x.is_cuda and x.dtype is kind and x.shape == shape and x.is_contiguous()
         if fits and (on := x.get_device()) != device:
             raise ValueError(f"{name} is on GPU {on} and the weights are on GPU {device}")
-        if fits and not (start := x.data_ptr()) % _BYTES[dtype]:
+        if fits and not (start := x.data_ptr()) % BYTES[dtype]:
             return start
     elif getattr(x, "__cuda_ndarray__", False):  # Numba's
         fits = x.dtype == ARRAYS.get(dtype, dtype) and x.shape == shape and x.is_c_contiguous()
-        if fits and not (start := x.device_ctypes_pointer.value or 0) % _BYTES[dtype]:
+        if fits and not (start := x.device_ctypes_pointer.value or 0) % BYTES[dtype]:
             return start
     x = as_array(name, x)
     if not is_device_array(x):
