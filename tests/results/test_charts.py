@@ -18,8 +18,7 @@ from results.record import store
 from results.record.schema import Environment, Run
 from results.render import charts, query
 from results.render.charts import calls, ladder, roofline, style
-from steps.checks.select import branches
-from tests.results.conftest import FORMATS, SWEPT
+from tests.results.conftest import SWEPT
 
 pytestmark = pytest.mark.xdist_group("charts")  # one process makes `files`
 NAMES = {"ladder", "as_called", "tokens", "roofline"}
@@ -57,25 +56,12 @@ def test_charts_say_what_the_committed_ones_do(files) -> None:
 # --- the ladder -----------------------------------------------------------------------------------
 
 
-def test_each_step_stands_once_at_its_home_beside_its_parent(run) -> None:
-    panels = query.ladder(run)
-    at_home = {row.branch for row in run.rows if row.home}
-    assert [panel.branch for panel in panels] == [one for one in branches() if one in at_home]
-    rows = [rung.row for panel in panels for rung in panel.rungs]
-    assert sorted(row.step for row in rows) == sorted({row.step for row in run.rows if row.home})
-    assert all(row.home and row.format == "q4_0" for row in rows)
-    (third,) = (row for row in rows if row.step == 3)
-    assert third.family == "A8", "the family that continues the ladder"
-    (tenth,) = (rung for panel in panels for rung in panel.rungs if rung.row.step == 10)
-    assert tenth.away
-    assert tenth.row.shape == (128, 4096, 4096)
+def test_a_step_stands_beside_its_parent_at_its_own_shape(run) -> None:
+    rungs = [rung for panel in query.ladder(run) for rung in panel.rungs]
+    (tenth,) = (rung for rung in rungs if rung.row.step == 10)
     assert tenth.parent is not None
     assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
-    assert {row.format for row in tenth.every} == set(FORMATS)
-    (decode,) = (panel for panel in panels if panel.branch == ladder.DECODE)
-    away = {rung.row.step: rung.row.shape for rung in decode.rungs if rung.away}
-    homes = {17: (8, 4096, 14336), 18: (8, 4096, 14336), 21: (1, 28672, 4096)}
-    assert away == homes, "the N and K of the branch, where it has them"
+    assert tenth.parent.format == tenth.row.format
 
 
 def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run) -> None:

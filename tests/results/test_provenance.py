@@ -58,59 +58,6 @@ def test_a_line_of_code_in_any_file_of_a_closure_changes_the_hash_of_that_step(t
         assert changed == {step for step in STEPS if file in sources(step).values()}, file
 
 
-def test_prose_imports_and_files_outside_the_closures_change_nothing(tree: Path) -> None:
-    first = hashes(tree)
-    for file in EVERY:
-        path = tree / file
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text + '\n# a comment\n"""Prose."""\nimport math\n', encoding="utf-8")
-    others = [path for path in tree.rglob("*.py") if path.relative_to(tree) not in EVERY]
-    assert len(others) > 20
-    for path in others:
-        path.write_text(path.read_text(encoding="utf-8") + "\n_one_more = 1\n", encoding="utf-8")
-    assert hashes(tree) == first
-
-
-def moved(tree: Path, names: dict[str, str]) -> None:
-    """Moves modules, and names them anew wherever they are imported."""
-    for old, new in names.items():
-        target = tree / f"{new.replace('.', '/')}.py"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (tree / f"{old.replace('.', '/')}.py").rename(target)
-    for file in tree.rglob("*.py"):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.ImportFrom):
-                base, indent = node.module or "", " " * node.col_offset
-                made = []
-                for alias in node.names:
-                    used = alias.asname or alias.name
-                    if whole := names.get(f"{base}.{alias.name}"):
-                        room, leaf = whole.rsplit(".", 1)
-                        made.append(f"from {room} import {leaf} as {used}")
-                    else:
-                        made.append(f"from {names.get(base, base)} import {alias.name} as {used}")
-                lines[node.lineno - 1] = indent + "; ".join(made)
-                for line in range(node.lineno, node.end_lineno or node.lineno):
-                    lines[line] = ""
-        file.write_text("\n".join(lines), encoding="utf-8")
-
-
-def test_moving_files_changes_nothing(tree: Path) -> None:
-    first = hashes(tree)
-    names = {
-        name for step in STEPS for name, path in sources(step).items() if path.stem[:2] != "__"
-    }
-    names = {name for name in names if ".step" not in name}
-    assert len(names) > 18
-    new = {name: f"{name.split('.')[0]}.elsewhere.other_{name.replace('.', '_')}" for name in names}
-    moved(tree, new)
-    for step in STEPS:
-        found = set(import_closure([str(step_module(step, tree))], tree, OUTSIDE_OF_STEPS))
-        assert found == {new.get(name, name) for name in sources(step)}
-    assert hashes(tree) == first
-
-
 def test_a_closure_is_what_the_imports_say_and_has_no_host_code() -> None:
     """Followed by hand: every import of a file in the closure leads into it."""
     outside = ("steps.simulator", "steps.product", "steps.nn", "results", "reference", "numba")
