@@ -341,7 +341,7 @@ def prepared(held: operator.Weights, m: int, dtype: str, bias: str | None, ranks
         return _Made(None)
     try:
         shape = Shape(m, asked.n, asked.k, asked.invariant)
-        low_rank.configuration(FORMATS[asked.format], shape, ranks)
+        low_rank.configuration(FORMATS[asked.format], shape, ranks, dtype)
     except ValueError:
         return _Made(None)
     recipe, memory = recipe_of(held, m, dtype, bias, ranks), DryRun()

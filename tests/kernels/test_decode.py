@@ -21,7 +21,7 @@ from steps.checks.verify import prepare, verify
 from steps.contract import Family, Kernel, Shape, Work
 from steps.instructions import store_u32
 from steps.kernels.decode import tiles as heuristics
-from steps.kernels.decode.tiles import fused, tile_configuration
+from steps.kernels.decode.tiles import fused, scales_weights, tile_configuration
 from steps.kernels.parts.weights.offset_numbers import offset_numbers
 from steps.kernels.parts.weights.storage_formats import tile_format
 from steps.product.choice import Choice
@@ -106,7 +106,8 @@ def test_float16_products_have_minima_of_16_too(number: int, tokens: int) -> Non
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
-    """They are up to 2000 times as large as a code. A that is far from 0 is the worst case."""
+    """They are up to 2000 times as large as a code. A that is far from 0 is the worst case. Where
+    weights are scaled, there are none, and weights are rounded to float16."""
     step = kernel_of(17)
 
     class FromTen(Problem):
@@ -118,7 +119,10 @@ def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
         problem = FromTen(2, 20, 512, name, "normal", input=kind)
         found = verify(step, "A16", problem, RemembersPasses())
         assert "nmse" not in found.failures, found.verdict
-        assert found.nmse_same_operands < 1e-8, "A rounded to float16 has 3e-8"
+        scaled = scales_weights(storage_format(FORMATS[name]), Shape(2, 20, 512), kind)
+        assert scaled == (kind == "float16" and name in ("q4_1", "q5_0", "q5_1"))
+        # A rounded to float16 has 3e-8
+        assert found.nmse_same_operands < (1e-7 if scaled else 1e-8)
 
 
 # --- the work of thread blocks and warps ----------------------------------------------------------

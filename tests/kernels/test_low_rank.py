@@ -171,7 +171,7 @@ def test_what_there_is_no_kernel_for() -> None:
     assert [low_rank.padded(one) for one in (1, 8, 9, 33)] == [8, 8, 16, 64]
     shape = low_rank.Shape(1, 128256, 4096)
     with pytest.raises(ValueError, match="64 ranks needs 140880 bytes of shared memory"):
-        low_rank.configuration(FORMATS["q4_0"], shape, 64)
+        low_rank.configuration(FORMATS["q4_0"], shape, 64, "float16")
 
 
 # --- what orders its accesses ---------------------------------------------------------------------

@@ -253,8 +253,9 @@ def launch(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
-    found = tile_configuration(stored_as, shape, family, quantized, mapped=True)
-    variant, kind, output = found.variant, dtype_name(a), dtype_name(out)
+    kind, output = dtype_name(a), dtype_name(out)
+    found = tile_configuration(stored_as, shape, family, quantized, mapped=True, kind=kind)
+    variant = found.variant
     scale = product_of(stored_as.name, variant, kind).scale
     end_of = final_sum(
         variant.tokens, variant.warps, variant.warps_k, scale, scaled, output, of_bias

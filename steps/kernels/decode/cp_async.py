@@ -185,7 +185,7 @@ def launch(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
-    found = tile_configuration(stored_as, shape, family, quantized)
+    found = tile_configuration(stored_as, shape, family, quantized, kind=dtype_name(a))
     run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled, of_bias)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
     args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)

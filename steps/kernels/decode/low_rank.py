@@ -407,12 +407,14 @@ def low_rank_end(
     return FinalSum(of_warps.store, n_loads, load_ahead, prologue, write)
 
 
-def configuration(fmt: Format, shape: Shape, ranks: int) -> tuple[TileConfiguration, Layout]:
-    """That of step 18 in family A16, and where the low-rank term has its own. ValueError for more
-    than `MOST_TOKENS` tokens or too little shared memory."""
+def configuration(
+    fmt: Format, shape: Shape, ranks: int, kind: str
+) -> tuple[TileConfiguration, Layout]:
+    """That of step 18 in family A16 for x of this dtype, and where the low-rank term has its own.
+    ValueError for more than `MOST_TOKENS` tokens or too little shared memory."""
     if shape.m > MOST_TOKENS:
         raise ValueError(f"a low-rank term is added for up to {MOST_TOKENS} tokens, not {shape.m}")
-    found = tile_configuration(storage_format(fmt), shape, "A16", False, mapped=True)
+    found = tile_configuration(storage_format(fmt), shape, "A16", False, True, kind)
     variant = found.variant
     own = offsets(variant.tokens, variant.warps, ranks)[-1] + TILE_ROWS * found.row_tiles * (
         2 * ranks + PAD
@@ -449,9 +451,10 @@ def launch(
     (m, k), (n, ranks) = x.shape, up.shape
     if ranks not in RANKS:
         raise ValueError(f"a low-rank term has {', '.join(map(str, RANKS))} ranks, not {ranks}")
-    found, layout = configuration(fmt, Shape(m, n, k, invariant), ranks)
+    kind = dtype_name(x)
+    found, layout = configuration(fmt, Shape(m, n, k, invariant), ranks, kind)
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    variant, name, kind = found.variant, storage_format(fmt).name, dtype_name(x)
+    variant, name = found.variant, storage_format(fmt).name
     scale = product_of(name, variant, kind).scale
     end_of = low_rank_end(variant, kind, scale, dtype_name(out), of_bias, ranks)
     places = np.int32(layout.sums), np.int32(layout.start)

@@ -33,7 +33,12 @@ from steps.instructions import (
 )
 from steps.instructions.tensor_map import BOX_ALIGNMENT
 from steps.kernels.parts.weights.offset_numbers import both, offset_numbers
-from steps.kernels.parts.weights.storage_formats import ROWS_APART, SCALES_OF_HALF, tile_format
+from steps.kernels.parts.weights.storage_formats import (
+    ROWS_APART,
+    SCALES_OF_HALF,
+    half_format,
+    tile_format,
+)
 
 PAIR: Final = 2
 """Row tiles that are multiplied together, so that what is read of A serves both. Those whose packed
@@ -143,7 +148,7 @@ def block_scales(name: str) -> BlockScales:
     return BlockScales(2, load_bytes if tile.scale_bytes == 1 else load_32, of_block_32)
 
 
-# --- packed tiles times 16-bit A: scales multiply sums of blocks, nothing is rounded
+# --- packed tiles times 16-bit A: scales multiply sums of blocks, nothing is rounded --------------
 #
 # An mma multiplies 16 rows of weights, 16 K and eight tokens. The weights are codes as numbers with
 # an offset, such as 1024 + code and 64 + code (`steps.kernels.parts.weights.offset_numbers`). What
@@ -162,6 +167,10 @@ def block_scales(name: str) -> BlockScales:
 # Where a format has minima, rows g + 8 of the constants add up A instead, times the ratio of the
 # units of minima and scales. The terms that cancel are up to 130 times as large as the result; in
 # float32 that costs a hundredth of what rounding A to float16 costs. Step 17 teaches this.
+#
+# Minima, five bits and a second group of eight tokens make this long. There weights are multiplied
+# by their scales and rounded to float16 instead (`scaled`), as in the lesson and in steps 11 to 14:
+# all of K is one sum.
 
 BLOCK_BYTES = 2 * BLOCK  # of a token's A
 
@@ -174,9 +183,12 @@ def word_of(x: float, kind: str) -> int:
 
 
 @cache
-def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Product:
+def product_a16(
+    name: str, kind: str, tokens: int, in_boxes: bool = False, scaled: bool = False
+) -> Product:
     """The product of a storage format, for capture in a kernel factory. A is `kind`, in rows, or
-    in the boxes of a tensor map."""
+    in the boxes of a tensor map. scaled: weights are multiplied by their scales and rounded to
+    float16 (`steps.kernels.parts.weights.halves`), and sums are not; of float16 A alone."""
     tile, numbers, scales = tile_format(name), offset_numbers(name, kind), block_scales(name)
     tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, n_words = tile.load, numbers.fragments, storage_format_named(name).bits
@@ -202,7 +214,11 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
     offset = distinct != ((0, 0, 0, 0),)  # else sums of codes begin with zeros
     # in registers: minima leave none, and with eight tokens it is slower
     few = offset and len(distinct) <= 2 and not minimum
-    stay = few and (tokens == 1 or (in_boxes and groups == 2))
+    stay = few and not scaled and (tokens == 1 or (in_boxes and groups == 2))
+    form = half_format(name)
+    half_words, half_scales = form.words, form.scales
+    multipliers, half_fragments = form.multipliers, form.fragments
+    n_half_words, n_factors = form.n_words, form.n_scales
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -362,10 +378,44 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
             half = int32(half + 1)
 
     @cuda.jit(device=True, forceinline=True)
+    def multiply_half(acc, smem, weights, a, offsets, lane, half):
+        words = cuda.local.array((PAIR, n_half_words), uint32)
+        factors = cuda.local.array((PAIR, n_factors), uint32)
+        b = cuda.local.array(n_b, uint32)
+        for r in range(PAIR):
+            x = half_words(smem, weights + r * tile_bytes, lane, half)
+            for i in range(n_half_words):
+                words[r, i] = x[i]
+            y = half_scales(smem, weights + r * tile_bytes, lane, half)
+            for i in range(n_factors):
+                factors[r, i] = y[i]
+        for odd in range(2):
+            for j in range(groups):
+                at, i = place(a, offsets, half, odd, j), 4 * j
+                b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
+            for r in range(PAIR):
+                d = multipliers(factors[r], odd)
+                for part in range(2):
+                    x = half_fragments(words[r], 2 * odd + part, d)
+                    for j in range(groups):
+                        i = 4 * (groups * r + j)
+                        v = acc[i], acc[i + 1], acc[i + 2], acc[i + 3]
+                        v = mma(x, b, j, part, v)
+                        acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = v
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_scaled(acc, smem, weights, a, a_scales, offsets, here, lane):
+        # written out, as the compiler would leave a loop
+        multiply_half(acc, smem, weights, a, offsets, lane, 0)
+        multiply_half(acc, smem, weights, a, offsets, lane, 1)
+
+    @cuda.jit(device=True, forceinline=True)
     def finish(acc):
         pass
 
     places = places_in_boxes if in_boxes else places_in_rows
+    if scaled:
+        return Product(4 * PAIR * groups, 1.0, places, multiply_scaled, finish)
     return Product(4 * PAIR * groups, HALF_SCALE / unit, places, multiply, finish)
 
 
@@ -375,8 +425,9 @@ def product_a16(name: str, kind: str, tokens: int, in_boxes: bool = False) -> Pr
 # float32, times the scale of the weights' block and that of A's. Where 16 K have scales of their
 # own, the lower and the upper half of a block are two mma, each with zeros for the other half of A.
 #
-# A single token is in all eight columns, so the four lanes of a quad have the same sums. Each then
-# scales those of another block of K, a quarter of the work, and at the end the quad adds up.
+# One or two tokens repeat in the eight columns, so the four lanes of a quad have the same sums.
+# Each then scales those of another block of K, a quarter of the work, and at the end the quad adds
+# up. Of four tokens two lanes have the same.
 #
 # A lies as `steps.kernels.parts.activations.layouts.q8_1_mma_order` has it: codes [16
 # K][token][16], scales and sums [32 K][token][2]. Step 7 teaches the mma, step 17 this use of it.
@@ -396,6 +447,10 @@ def product_a8(name: str, tokens: int) -> Product:
     assert not (apart and minimum)
     groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
     columns = min(2, tokens)  # of a lane; a single token is in all columns
+    # Lanes of a quad that have the same sums; where 16 K have scales of their own, tokens do not
+    # repeat
+    copies = 1 if apart else {1: 4, 2: 4, 4: 2}.get(tokens, 1)
+    repeats = tokens - 1 if copies > 1 else 7
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
     # row scale: a large A overflows nothing on the way.
@@ -427,12 +482,12 @@ def product_a8(name: str, tokens: int) -> Product:
     def places(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i, 16 K: of eight tokens chunks 0 to 3, or of sixteen
         chunks 0 and 1 of the first eight and of the others. Then the scales of the lane's tokens.
-        The last token stands in for those beyond it."""
+        The last token stands in for those beyond it, and few tokens repeat."""
         matrix, last = int32(lane >> 3), int32(here - 1)
         chunk = matrix & 1 if groups == 2 else matrix
-        token = (lane & 7) + 8 * (matrix >> 1) if groups == 2 else lane & 7
+        token = (lane & 7) + 8 * (matrix >> 1) if groups == 2 else lane & repeats
         codes = int32((chunk * here + min(int32(token), last)) * CHUNK)
-        first = int32(2 * (lane & 3))
+        first = int32(2 * (lane & 3) & repeats)
         return (
             codes,
             int32(min(first, last) * SCALE_BYTES),
@@ -469,62 +524,84 @@ def product_a8(name: str, tokens: int) -> Product:
                 add_scaled(acc, i, v, upper, minima, e[j], s[j])
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+    def multiply_half(acc, smem, weights, a, a_scales, offsets, here, lane, half):
         u, b = cuda.local.array((PAIR, 8), uint32), cuda.local.array(4, uint32)
         d = cuda.local.array((PAIR, n_scales), uint32)
         m = cuda.local.array((PAIR, n_scales), uint32)
-        for half in range(2):
-            for r in range(PAIR):
-                at = weights + r * tile_bytes
-                words = fragments(load(smem, at, lane, half))
-                for i in range(8):
-                    u[r, i] = words[i]
-                scales = load_scales(smem, at + scales_at, lane, half)
+        for r in range(PAIR):
+            at = weights + r * tile_bytes
+            words = fragments(load(smem, at, lane, half))
+            for i in range(8):
+                u[r, i] = words[i]
+            scales = load_scales(smem, at + scales_at, lane, half)
+            for i in range(n_scales):
+                d[r, i] = scales[i]
+            if minimum:
+                minima = load_scales(smem, at + minima_at, lane, half)
                 for i in range(n_scales):
-                    d[r, i] = scales[i]
-                if minimum:
-                    minima = load_scales(smem, at + minima_at, lane, half)
-                    for i in range(n_scales):
-                        m[r, i] = minima[i]
-            # written out, so that whatever the compiler unrolls `odd` is a constant
-            at, at_scales = a + 4 * CHUNK * here * half, a_scales + 2 * SCALE_BYTES * here * half
-            multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)
-            multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 1)
+                    m[r, i] = minima[i]
+        # written out, so that whatever the compiler unrolls `odd` is a constant
+        at, at_scales = a + 4 * CHUNK * here * half, a_scales + 2 * SCALE_BYTES * here * half
+        multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)
+        multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_one(acc, smem, weights, a, a_scales, offsets, here, lane):
-        """Of one token, which is in all columns: lane t of a quad keeps the sums of block t, and
-        only these are scaled."""
-        v_of, b = cuda.local.array((PAIR, 2), int32), cuda.local.array(4, uint32)
-        quad = int32(lane & 3)
-        for half in range(2):
-            b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, a + offsets[0] + 4 * CHUNK * half)
-            for r in range(PAIR):
-                u = fragments(load(smem, weights + r * tile_bytes, lane, half))
-                for odd in range(2):
-                    v = times(u, odd, b[2 * odd], b[2 * odd + 1])
-                    own = quad == 2 * half + odd
-                    v_of[r, 0] = v[0] if own or half + odd == 0 else v_of[r, 0]
-                    v_of[r, 1] = v[2] if own or half + odd == 0 else v_of[r, 1]
-        e, s = load_f32x2(smem, a_scales + SCALE_BYTES * quad)
+    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+        multiply_half(acc, smem, weights, a, a_scales, offsets, here, lane, 0)
+        multiply_half(acc, smem, weights, a, a_scales, offsets, here, lane, 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def keep(v_of, smem, weights, a, offsets, here, lane, copy, half):
+        """v_of = the sums of the block that the lane scales, where this half has it."""
+        b = cuda.local.array(4, uint32)
+        b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, a + offsets[0] + 4 * CHUNK * here * half)
         for r in range(PAIR):
-            at, half, odd = weights + r * tile_bytes, int32(quad >> 1), int32(quad & 1)
+            u = fragments(load(smem, weights + r * tile_bytes, lane, half))
+            for odd in range(2):
+                v = times(u, odd, b[2 * odd], b[2 * odd + 1])
+                block = (2 * half + odd) % copies
+                own = copy == block or block == 0
+                for i in range(0, 4, 3 - columns):
+                    v_of[r, i] = v[i] if own else v_of[r, i]
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_block(acc, v_of, smem, weights, a_scales, offsets, here, lane, block):
+        e, s = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        for column in range(columns):
+            at = a_scales + offsets[1 + column] + SCALE_BYTES * here * block
+            if minimum:
+                e[column], s[column] = load_f32x2(smem, at)
+            else:
+                e[column] = load_f32(smem, at)
+        for r in range(PAIR):
+            at, half, odd = weights + r * tile_bytes, int32(block >> 1), int32(block & 1)
             d = by(unit, of_block(load_scales(smem, at + scales_at, lane, half), odd, 1))
-            acc[4 * r] += float32(v_of[r, 0]) * (d[0] * e)
-            acc[4 * r + 2] += float32(v_of[r, 1]) * (d[1] * e)
+            m = d
             if minimum:
                 words = load_scales(smem, at + minima_at, lane, half)
                 m = by(unit_of_minima, of_block(words, odd, 1))
-                acc[4 * r] += m[0] * s
-                acc[4 * r + 2] += m[1] * s
+            add_scaled(acc, 4 * r, v_of[r], d, m, e, s)
 
-    one = tokens == 1 and not apart
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_few(acc, smem, weights, a, a_scales, offsets, here, lane):
+        """Of one, two or four tokens, which repeat in the columns: of the lanes of a quad with the
+        same sums each keeps and scales those of another block."""
+        v_of = cuda.local.array((PAIR, 4), int32)
+        copy = int32((lane & 3) // (4 // copies))
+        keep(v_of, smem, weights, a, offsets, here, lane, copy, 0)
+        if copies == 2:
+            add_block(acc, v_of, smem, weights, a_scales, offsets, here, lane, copy)
+        keep(v_of, smem, weights, a, offsets, here, lane, copy, 1)
+        block = int32(copy + BLOCKS - copies)
+        add_block(acc, v_of, smem, weights, a_scales, offsets, here, lane, block)
 
     @cuda.jit(device=True, forceinline=True)
     def finish(acc):
-        if one:
-            for r in range(0, 4 * PAIR, 2):
+        for r in range(0, 4 * PAIR * groups, 3 - columns):
+            if copies == 4:
                 acc[r] += shfl_xor(acc[r], 1)
+            if copies > 1:
                 acc[r] += shfl_xor(acc[r], 2)
 
-    return Product(4 * PAIR * groups, 1.0, places, multiply_one if one else multiply, finish)
+    few = multiply_few if copies > 1 else multiply
+    return Product(4 * PAIR * groups, 1.0, places, few, finish)

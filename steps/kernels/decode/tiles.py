@@ -77,7 +77,7 @@ behind those of all SMs."""
 H200_PREFETCHED: Final = 2
 """Slots issued before A where a warp quantizes it and has several pairs of row tiles, else 1."""
 
-H200_AHEAD: Final = 4
+H200_AHEAD: Final = 8
 """Blocks of A that a lane has a part of at a time, at most, where the warp quantizes them."""
 
 SUMS: Final = 64 * 1024
@@ -110,6 +110,7 @@ class Variant:
     stages    : slots of a warp's ring; `prefetched` of them are issued before A
     slot_bytes: of a slot: the packed tiles of a pair of row tiles, and A where it lies there
     ahead     : blocks of A that a lane has a part of at a time, where the warp quantizes them
+    scaled    : whether 16-bit A is multiplied by scaled weights (`scales_weights`)
     """
 
     family: Family
@@ -121,6 +122,7 @@ class Variant:
     place: Place
     slot_bytes: int
     ahead: int
+    scaled: bool = False
 
     @property
     def warps_k(self) -> int:
@@ -197,18 +199,26 @@ def a8_tile_bytes(rows: int) -> int:
 
 
 def tile_configuration(
-    fmt: StorageFormat, shape: Shape, family: Family, quantized: bool, mapped: bool = False
+    fmt: StorageFormat,
+    shape: Shape,
+    family: Family,
+    quantized: bool,
+    mapped: bool = False,
+    kind: str = "float16",
 ) -> TileConfiguration:
     """The first that fits, in this order: many warps, A kept, one block to a multiprocessor,
     warps along K, many stages. quantized: A is float32, and the kernel quantizes it. mapped: of
     two tokens or more the kernel copies A in boxes, of 2, 4, 8 or 16, wherever these fit.
+    kind: the dtype of A.
 
     An invariant product (`Shape.invariant`) has as many warps along K as one of `MOST_TOKENS`
     tokens: they alone decide the order of a sum."""
     room, parts = shared_memory(), None
     if shape.invariant and shape.m < MOST_TOKENS:
         most_tokens = replace(shape, m=MOST_TOKENS)
-        parts = tile_configuration(fmt, most_tokens, family, quantized, mapped).variant.warps_k
+        parts = tile_configuration(
+            fmt, most_tokens, family, quantized, mapped, kind
+        ).variant.warps_k
     boxes = mapped and family == "A16" and columns(shape.m) >= BOX_TOKENS
     # boxes rather than A that is kept, and rather than more warps
     places: tuple[tuple[Place, ...], ...] = (("kept", "with_weights"),)
@@ -220,9 +230,10 @@ def tile_configuration(
     blocks_n = max(1, multiprocessors() // ceil_div(shape.m, MOST_TOKENS))
     one_wave = ceil_div(ceil_div(shape.n, TILE_ROWS), blocks_n)
     waves = range(1, WAVES + 1 if one_wave >= MANY_ROW_TILES else 2)
-    # sixteen tokens, and minima or scales of 16 K: more than 128 registers a thread
-    tile = tile_format(fmt.name)
+    # sums of sixteen tokens, and minima or scales of 16 K: more than 128 registers a thread
+    tile, scaled = tile_format(fmt.name), family == "A16" and scales_weights(fmt, shape, kind)
     tight = family == "A16" and columns(shape.m) == 16 and (tile.minimum or tile.group < BLOCK)
+    tight = tight and not scaled
     fitting = WARPS[1:] if tight else WARPS
     orders = [itertools.product(fitting, some, waves, shares_n) for some in places]
     for warps, place, wave, warps_n in itertools.chain(*orders):
@@ -243,9 +254,17 @@ def tile_configuration(
             found = _configuration(
                 fmt, shape, family, where, warps, warps_n, stages, k_tiles, row_tiles
             )
+            found = replace(found, variant=replace(found.variant, scaled=scaled))
             if found.shared <= room:
                 return replace(found, shared=max(found.shared, min(ALONE, room)))
     raise ValueError(f"{room} bytes of shared memory are too few for M={shape.m} N={shape.n}")
+
+
+def scales_weights(fmt: StorageFormat, shape: Shape, kind: str) -> bool:
+    """Whether float16 A is multiplied by scaled weights. Of an invariant product the number of
+    tokens must not decide it."""
+    many = columns(shape.m) == MOST_TOKENS and not shape.invariant
+    return kind == "float16" and (tile_format(fmt.name).minimum or fmt.bits == 5 or many)
 
 
 def sum_bytes(m: int) -> int:
@@ -430,7 +449,7 @@ def product_of(name: str, how: Variant, kind: str) -> Product:
     """The product of a storage format with A of a dtype."""
     if how.family == "A8":
         return product_a8(name, how.tokens)
-    return product_a16(name, kind, how.tokens, how.in_boxes)
+    return product_a16(name, kind, how.tokens, how.in_boxes, how.scaled)
 
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
