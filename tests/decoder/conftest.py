@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from steps.kernels.decode import tiles
 from steps.kernels.experts import few
 from steps.nn import experts
 from steps.nn.linear import QuantLinear
@@ -30,7 +31,9 @@ def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
     monkeypatch.setattr(QuantLinear, "to", moved)
     monkeypatch.setattr(experts.QuantExperts, "to", moved)
     monkeypatch.setattr(experts, "_product", experts._on_gpu)
-    monkeypatch.setattr(few, "multiprocessors", lambda: 3)  # each thread block sorts all ids
+    # Few thread blocks: each of them sorts all ids of experts, or reads all of A
+    monkeypatch.setattr(few, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda: 8)
     experts._prepared.clear()
     yield host
     experts._prepared.clear()

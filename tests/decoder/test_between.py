@@ -183,39 +183,48 @@ def test_norms_are_deferred_where_both_products_can(by_step_18: Any, tmp_path: A
     torch.testing.assert_close(found[0], found[1], atol=4e-3 * float(found[1].std()), rtol=0)
 
 
-def test_kernels_around_deferred_norms_are_compiled_ahead(
-    by_step_18: Any, monkeypatch: Any, tmp_path: Any
-) -> None:
-    """All that a step launches, and of products around norms nothing else."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda: 8)
-    sizes = LLAMA | {"feed_forward_length": 128}
-    path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", **sizes)
+def compiled_ahead(
+    host: Any, monkeypatch: Any, path: Any, ids: list[int], *modules: Any
+) -> tuple[int, int]:
+    """(launches that these modules ask for ahead of a step, kinds of kernels among them), which
+    are all that it launches; of products the first alone is asked for besides."""
     asked: list[Any] = []
     monkeypatch.setattr(
         parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
     )
-    kernels_of_norms = between.Kernels()
-    model = files.load(path, step_products("cpu"), operations=kernels_of_norms)
-    model.compile_ahead([("exact", 2)], 2)
+    do, batch = between.Kernels(), len(ids)
+    model = files.load(path, step_products("cpu"), operations=do)
+    model.compile_ahead([("exact", batch)], 2)
     made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
-    assert not kernels_of_norms._prepared, "nothing is loaded for that"
-    by_step_18.runs = False
-    model.step(torch.tensor([3, 4]), model.cache(2, 4))
+    assert not do._prepared, "nothing is loaded for that"
+    host.runs = False
+    model.step(torch.tensor(ids), model.cache(batch, 4))
+    names = [module.__name__ for module in modules]
     loaded = [
         one.source
-        for (make, *_), launch in kernels_of_norms._prepared.items()
+        for (make, *_), launch in do._prepared.items()
         for one in launch.args[0].loaded
-        if make.__module__ == deferred.__name__
+        if make.__module__ in names
     ]
     ahead, later = (
         {(one.kernel, signature_of(one.args)) for one in launches}
         for launches in ([one.launches()[0] for one in made], loaded)
     )
     assert ahead == later
-    assert len(made) == 6, "a norm, two before one, gates, qkv and logits"
-    assert len(ahead) == 5, "those before a norm are alike here"
     (qkv,) = [one for one in asked if not isinstance(one, OfArrays)]
-    assert qkv == model.layers[0].qkv.choice(2)
+    assert qkv == model.layers[0].qkv.choice(batch)
+    return len(made), len(ahead)
+
+
+def test_kernels_around_deferred_norms_are_compiled_ahead(
+    by_step_18: Any, monkeypatch: Any, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(tiles, "multiprocessors", lambda: 8)
+    sizes = LLAMA | {"feed_forward_length": 128}
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", **sizes)
+    made, ahead = compiled_ahead(by_step_18, monkeypatch, path, [3, 4], deferred)
+    assert made == 6, "a norm, two before one, gates, qkv and logits"
+    assert ahead == 5, "those before a norm are alike here"
 
 
 @pytest.fixture
@@ -255,32 +264,9 @@ def test_chains_in_a_decoder(chained_layers: Any, tmp_path: Any) -> None:
 
 
 def test_chains_are_compiled_ahead(chained_layers: Any, monkeypatch: Any, tmp_path: Any) -> None:
-    """All that a token launches, and of products the first alone."""
     path = files.write_tiny(tmp_path / "tiny.gguf", "q8_0", **SIZES_OF_CHAINS)
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        parts.parallel_compile, "compile_ahead", lambda wanted, *_, **__: asked.extend(wanted)
-    )
-    kernels_between = between.Kernels()
-    model = files.load(path, step_products("cpu"), operations=kernels_between)
-    model.compile_ahead([("exact", 1)], 2)
-    made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
-    chained_layers.runs = False
-    model.step(torch.tensor([3]), model.cache(1, 4))
-    loaded = [
-        one.source
-        for (make, *_), launch in kernels_between._prepared.items()
-        for one in launch.args[0].loaded
-        if make.__module__ in (deferred.__name__, chained.__name__)
-    ]
-    ahead, later = (
-        {(one.kernel, signature_of(one.args)) for one in launches}
-        for launches in ([one.launches()[0] for one in made], loaded)
-    )
-    assert ahead == later
-    assert len(ahead) == 3, "a norm, a chain and logits"
-    (qkv,) = [one for one in asked if not isinstance(one, OfArrays)]
-    assert qkv == model.layers[0].qkv.choice(1)
+    _, ahead = compiled_ahead(chained_layers, monkeypatch, path, [3], deferred, chained)
+    assert ahead == 3, "a norm, a chain and logits"
 
 
 class NotAlone(torch.nn.Module):  # type: ignore[misc, name-defined]
