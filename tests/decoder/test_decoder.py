@@ -144,7 +144,7 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
 
 def test_counters_are_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
     """Sums that thread blocks hand each other: what must be zero is left so, call after call."""
-    k, n, rng = 544, 20, np.random.default_rng(0)
+    k, n, rng = 1056, 20, np.random.default_rng(0)
     blocks = bench.random_blocks("q4_0", n, k, rng)
     product = step_products("cpu")(blocks, False)
     x = torch.from_numpy(rng.standard_normal((40, k), dtype=np.float32)).half()
