@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-from reference import BENCH_SHAPES
-from results.measure.bench import Wanted, for_top, wanted_of
+from results.measure.bench import Wanted, for_top, top_steps, wanted_of
 from results.measure.protocol import Budget
 from results.record.codec import plain
 from results.record.provenance import remembered, source_hash
@@ -23,7 +22,7 @@ from results.record.schema import Environment, Row, Run
 from results.record.store import slug
 from steps.contract import Size, Work
 from steps.product.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
-from steps.registry import find, kernel_of
+from steps.registry import find, kernel_of, ladder
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """The M at which steps are tuned."""
@@ -77,33 +76,27 @@ def _by_step(item: tuple[str, float]) -> tuple[int, str]:
 
 
 def of_run(run: Run) -> list[Entry]:
-    """The entries that a bench has measured already, with today's code, at each format and (N, K)
-    of which it has the same kernels at every M of a whole bench. With fewer of them one that is
-    best at one M would be taken where nobody timed it. Where a lesson was measured in place of the
-    kernel that it teaches, there is no time of that."""
-    now = remembered(source_hash)
+    """The entries that a bench has measured already, with today's code: at each format, (N, K) and
+    M at which it has all times that it has anywhere of kernels that are meant for so many tokens.
+    With fewer of them one would be taken because nobody timed the others. Kernels are those of the
+    highest steps, which a bench measures everywhere but at homes of lessons."""
+    now, tops = remembered(source_hash), {step.number for step in top_steps(ladder(), run.env.cc)}
     found = entries(
-        row for row in run.rows if row.source_hash == now(row.step, row.name) and _is_taken(row)
+        row
+        for row in run.rows
+        if row.step in tops and row.name == kernel_of(row.step).name
+        if row.source_hash == now(row.step, row.name)
     )
+    measured: dict[str, set[str]] = {}
+    for one in found:
+        measured.setdefault(one.format, set()).update(one.times)
 
     def whole(one: Entry) -> bool:
-        wanted = {size[0] for size in BENCH_SHAPES if size[1:] == (one.n, one.k)}
-        at = (one.format, one.n, one.k)
-        own = {each.m: each.steps for each in found if (each.format, each.n, each.k) == at}
-        tops = [kernel_of(step) for step in set().union(*own.values())]
-        return bool(wanted) and all(
-            {top.number for top in tops if for_top(top, m)} <= own.get(m, frozenset())
-            for m in wanted
-        )
+        return {
+            work for work in measured[one.format] if for_top(find(int(work.split()[0])), one.m)
+        } <= one.times.keys()
 
     return [one for one in found if whole(one)]
-
-
-def _is_taken(row: Row) -> bool:
-    """Whether a row is of what `gemm` takes for its number: not of a lesson that has an engineered
-    kernel."""
-    kernel, step = kernel_of(row.step), find(row.step)
-    return row.name == kernel.name or kernel.launch is step.launch
 
 
 # --- the file -------------------------------------------------------------------------------------

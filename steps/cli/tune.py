@@ -61,7 +61,7 @@ def _of_run(path: Path) -> int:
     found = tuning.of_run(run)
     if not found:
         raise UsageError(
-            f"{path} has no format and N x K with every M of a whole bench and with the code of "
+            f"{path} has no format, N x K and M with all kernels of a bench and with the code of "
             "today: run make bench on that GPU first"
         )
     table.show(fastest(run.env.gpu or "an unknown GPU", found))

@@ -259,13 +259,18 @@ def test_a_run_gives_the_entries_that_it_has_whole() -> None:
     mixed = [replace(row, output="float32", total_us=9.0) for row in bench_rows((8,))[1:2]]
     rows = [*bench_rows(WHOLE), *bench_rows(WHOLE[1:], 14336), *mixed]
     found = tune.of_run(Run(env=ENV, rows=tuple(rows)))
-    assert [(one.n, one.k, one.m) for one in found] == [(4096, 4096, m) for m in WHOLE]
+    assert [(one.k, one.m) for one in found] == [
+        *((4096, m) for m in WHOLE), *((14336, m) for m in WHOLE[1:])
+    ]  # fmt: skip
     assert dict(found[1].times) == {
         "14 A16": 8.0, "14 A16 float16": 8.0, "18 A8": 16.0, "18 A8 float16": 16.0
     }  # fmt: skip
     for stale in ({"source_hash": "0" * 12}, {"status": "failed", "why": "wrong"}):
         rows = [*bench_rows(WHOLE[:-1]), *bench_rows(WHOLE[-1:], **stale)]
-        assert tune.of_run(Run(env=ENV, rows=tuple(rows))) == []
+        found = tune.of_run(Run(env=ENV, rows=tuple(rows)))
+        assert [one.m for one in found] == [*WHOLE[:-1]]
+    without = [row for row in bench_rows(WHOLE) if (row.step, row.M) != (14, 512)]
+    assert 512 not in [one.m for one in tune.of_run(Run(env=ENV, rows=tuple(without)))]
 
 
 def test_the_command_takes_a_run(
@@ -278,7 +283,8 @@ def test_the_command_takes_a_run(
     assert "The fastest step and family on NVIDIA H200" in said
     assert f"wrote {tmp_path / 'nvidia-h200' / 'tuning.json'}" in said.replace("\n", "")
     assert len(tuning.read(tmp_path / "nvidia-h200" / "tuning.json").entries) == len(WHOLE)
-    store.write(Run(env=ENV, rows=tuple(bench_rows(WHOLE[1:]))), path)
+    stale = bench_rows(WHOLE, source_hash="0" * 12)
+    store.write(Run(env=ENV, rows=tuple(stale)), path)
     assert main(["tune", "--run", str(path)]) == 2
     said = capsys.readouterr().err
     assert said.endswith("run make bench on that GPU first\n")
