@@ -181,7 +181,7 @@ def test_a_layer_and_its_adapter_are_one_launch(
     layer, x = on_host(one_layer(dtype, bias, cast, **options)), tokens(1, 2, dtype=dtype)
     with torch.no_grad():
         y = layer(x)
-    assert [name for name, *_ in together.launched] == ["decode_bulk"]
+    assert [name for name, *_ in together.launched] == ["decode_bulk_boxes"]
     assert y.shape == (1, 2, N)
     close(y, pefts(layer, x), dtype)
 
@@ -197,7 +197,7 @@ def test_one_launch_where_another_kernel_is_faster_alone(together: Any, monkeypa
     layer, x = on_host(one_layer()), tokens(2)
     with torch.no_grad():
         y = layer(x)
-    assert [name for name, *_ in together.launched] == ["decode_bulk"]
+    assert [name for name, *_ in together.launched] == ["decode_bulk_boxes"]
     close(y, pefts(layer, x), HALF)
 
 
