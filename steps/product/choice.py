@@ -146,9 +146,8 @@ class Choice:
         rounded once."""
         bias = request.bias if kernel.adds_bias else None
         writes = request.c if request.c in kernel.outputs and bias == request.bias else "float32"
-        return cls(
-            request, kernel, family, reading_of(kernel, request.a, family), writes, bias, why
-        )
+        reads = reading_of(kernel, request.a, family, request.n)
+        return cls(request, kernel, family, reads, writes, bias, why)
 
     @classmethod
     def of_work(cls, work: Work, size: Size, a: str | None = None, c: str | None = None) -> Choice:
@@ -451,6 +450,9 @@ BFLOAT16_MANY: Final = 1.1
 that makes A float16. Tables have no times of bfloat16. Medians over formats and shapes on an
 H200."""
 
+BFLOAT16_PASS_US: Final = 2.0
+"""What the pass takes at least, of any size."""
+
 
 def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Request) -> list[Time]:
     """What an entry of the table says of some kernels. One that reads A in 16 bits takes no longer
@@ -465,7 +467,10 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Requ
             if us is None:
                 continue
             if family == "A16" and dtype == "bfloat16":
-                us *= BFLOAT16_MANY if one.most_tokens is None else BFLOAT16_FEW
+                if one.most_tokens is None:
+                    us = max(us * BFLOAT16_MANY, us + BFLOAT16_PASS_US)
+                else:
+                    us *= BFLOAT16_FEW
             found.append((us, one, family))
     return found
 

@@ -83,6 +83,11 @@ def test_the_pass_of_many_rows_is_of_the_first() -> None:
     assert rows_operand(first.arrays, "unread") == (32, rows, (*first.arrays, 1152))
 
 
+def test_a_product_with_many_features_leaves_all_rows_to_the_pass() -> None:
+    for n, make in ((8192, float16_rows_of_many), (8193, all_float16_rows)):
+        assert layouts.reading_of(kernel_of(14), "bfloat16", "A16", n).make is make
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_rows_of_other_dtypes_are_as_ever(dtype: Any) -> None:
     """Float16 is multiplied as it is. Of float32, whose rows are twice as long, a pass rounds

@@ -53,6 +53,10 @@ H200_FIRST_ROWS: Final = 1152
 """Of the pass: with tiles of 256 features and 128 tokens those of the first tile of each of 132
 blocks, where N is 4096. Of up to twice as many it rounds all: the others gain nothing there."""
 
+H200_BESIDE_FEATURES: Final = 8192
+"""N up to which rows are rounded beside the tiles. Beyond it the pass is a small part of the
+product, and costs less than warps that hold up the tiles."""
+
 TICKETS, LEFT, ROUNDED_ROWS = range(3)
 """The counters, of which the last are many."""
 

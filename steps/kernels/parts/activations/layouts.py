@@ -32,7 +32,12 @@ from steps.contract import (
     ceil_div,
     dtype_name,
 )
-from steps.kernels.parts.activations.beside import H200_FIRST_ROWS, LEAST_TOKENS, ROUNDED_ROWS
+from steps.kernels.parts.activations.beside import (
+    H200_BESIDE_FEATURES,
+    H200_FIRST_ROWS,
+    LEAST_TOKENS,
+    ROUNDED_ROWS,
+)
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.rows import (
     row_grid,
@@ -153,10 +158,12 @@ def _inputs(make: MakeActivations, bfloat16: bool) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def reading_of(step: Kernel, source: str, family: Family) -> Reading:
-    """`reading` of a step. A dtype that it does not read (`inputs`) it takes as float32, and a
-    lesson without float32 as its own dtype."""
+def reading_of(step: Kernel, source: str, family: Family, n: int = 0) -> Reading:
+    """`reading` of a step, for a product with n features. A dtype that it does not read (`inputs`)
+    it takes as float32, and a lesson without float32 as its own dtype."""
     make, taken = step.activations[family], inputs(step, family)
+    if make is float16_rows_of_many and n > H200_BESIDE_FEATURES:
+        make = all_float16_rows
     if step.inputs:
         takes = source if source in taken else taken[0]
         return Reading(make, takes, 1, takes)
