@@ -65,7 +65,7 @@ def row_kernel(loads: int, read: Source, rounding: Rounding) -> Any:
     """
     size, scale, token_scale = rounding.size, rounding.scale, rounding.token_scale
     pack, out_words = rounding.pack, rounding.words
-    fours, is_aligned, load = read.fours, read.aligned_16, read.load_16
+    fours, is_aligned, load = read.fours, read.aligned, read.load_16
     four, sizes = read.four, read.sizes
     at_once, stored, longer = row_step(read), fours * out_words, loads > most_loads(read)
 

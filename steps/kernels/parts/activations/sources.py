@@ -15,7 +15,6 @@ from steps.instructions import (
     address,
     as_float,
     half_to_float,
-    load_u16,
     load_u32,
     load_u32x2,
     load_u32x4,
@@ -24,17 +23,17 @@ from steps.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How four neighbouring values of A, C-contiguous, are read. `words` of 32 bits hold them until
-    they are used. Device functions:
+    """How four neighbouring values of A, C-contiguous, are read, every fourth column on. `words`
+    of 32 bits hold them until they are used. Float32 may begin anywhere; A of 16 bits, and each of
+    its rows, at a multiple of 16 bytes. Device functions:
 
-    aligned(a) -> whether they can be loaded at once, from every column that is a multiple of four
+    aligned(a) -> whether they can be loaded at once
     load(x, i, a, offset, aligned): the words x[i, 0 .. words - 1] of flat a from `offset` on
     values(x, i) -> the four as float32
 
-    The same of 16 bytes, `fours` times four values, from every multiple of so many on. A of 16 bits
-    begins at a multiple of 16 bytes, and so do its rows:
+    The same of 16 bytes, `fours` times four values, from every multiple of so many on:
 
-    aligned_16, load_16: with four words
+    load_16: the four words x[i, 0 .. 3]
     four(x, i, j) -> the j-th four as float32
     sizes(x, i, j) -> the bits of their |x| as float32, int32
     """
@@ -44,7 +43,6 @@ class Source:
     load: Any
     values: Any
     fours: int
-    aligned_16: Any
     load_16: Any
     four: Any
     sizes: Any
@@ -80,14 +78,7 @@ def _of_floats() -> Source:
     def sizes(x, i, _):
         return four_sizes(values(x, i))
 
-    return Source(4, aligned, load, values, 1, aligned, load, four, sizes)
-
-
-@cuda.jit(device=True, forceinline=True)
-def two_halves(a, offset):
-    """The word that flat float16 a has from `offset` on, wherever in memory that is."""
-    low, high = load_u16(a, offset), load_u16(a, offset + 1)
-    return uint32(uint32(low) | uint32(high) << uint32(16))
+    return Source(4, aligned, load, values, 1, load, four, sizes)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -122,24 +113,16 @@ def _of_16_bits(floats: Any, sizes_of: Any) -> Source:
     """floats(low, high), sizes_of(low, high): of the four values that two words hold."""
 
     @cuda.jit(device=True, forceinline=True)
-    def aligned(a):
-        return a.shape[1] & 3 == 0 and address(a, 0) & 7 == 0
+    def aligned(_):
+        return True
 
     @cuda.jit(device=True, forceinline=True)
-    def load(x, i, a, offset, aligned):
-        if aligned:
-            x[i, 0], x[i, 1] = load_u32x2(a, offset)
-        else:
-            for j in range(2):
-                x[i, j] = two_halves(a, offset + 2 * j)
+    def load(x, i, a, offset, _):
+        x[i, 0], x[i, 1] = load_u32x2(a, offset)
 
     @cuda.jit(device=True, forceinline=True)
     def values(x, i):
         return floats(x[i, 0], x[i, 1])
-
-    @cuda.jit(device=True, forceinline=True)
-    def aligned_16(_):
-        return True
 
     @cuda.jit(device=True, forceinline=True)
     def load_16(x, i, a, offset, _):
@@ -153,7 +136,7 @@ def _of_16_bits(floats: Any, sizes_of: Any) -> Source:
     def sizes(x, i, j):
         return sizes_of(x[i, 2 * j], x[i, 2 * j + 1])
 
-    return Source(2, aligned, load, values, 2, aligned_16, load_16, four, sizes)
+    return Source(2, aligned, load, values, 2, load_16, four, sizes)
 
 
 SOURCES: Final = {
