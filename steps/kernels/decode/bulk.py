@@ -91,14 +91,15 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
     bars_at, bars_of_warp = variant.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
-    def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, pair):
+    def issue(smem, slot, boxes, bar, w, walk, part, a, rows, more_bytes, pair, lane):
         """Issue a copy of the next packed tiles, if any are left -> the walk behind them. Where A
         is in boxes, copies of its 128 K to byte `boxes` go before, unless that is -1; where they
         are kept, the warp's begin there, and only its first pair of row tiles, from tile `pair` on,
         brings them. more_bytes: of other copies that report to the same mbarrier."""
         if not is_over(walk, part):
             at, size, into, k_tile, of_pair = walk
-            if elect_one():
+            # elected: the compiler then knows it is one lane (step 18's worklog: not at one token)
+            if (elect_one() != 0) if in_boxes else (lane == 0):
                 brings_a = in_boxes and (of_pair == pair or not kept_boxes)
                 if with_weights:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
@@ -152,7 +153,7 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
         for s in range(prefetched):
             more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
-            walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, first_pair)
+            walk = issue(smem, slot, int32(-1), bar, w, walk, part, a, rows, more, first_pair, lane)
         if with_weights and has_tail(a):
             to = int32(ring + weights)
             for _ in range(stages):
@@ -185,7 +186,7 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             boxes = own_a if kept_boxes else int32(own_a + s * step)
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
-            walk = issue(smem, slot, boxes, bar, w, walk, part, a, rows, int32(0), first_pair)
+            walk = issue(smem, slot, boxes, bar, w, walk, part, a, rows, int32(0), first_pair, lane)
         if t == 0:
             copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
         own = prologue(loaded, reads, t)
@@ -222,7 +223,9 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
                 cuda.syncwarp()
                 issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
                 to = own_a if kept_boxes else at
-                walk = issue(smem, slot, to, bar, w, walk, part, a, rows, int32(0), first_pair)
+                walk = issue(
+                    smem, slot, to, bar, w, walk, part, a, rows, int32(0), first_pair, lane
+                )
                 i, s = int32(i + 1), int32(s + 1)
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)

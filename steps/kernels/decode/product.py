@@ -352,30 +352,38 @@ def product_a16(
                         add_scaled(acc, 4 * (groups * r + j), v, z[j], d16, m16)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+    def multiply_sums(acc, smem, weights, a, offsets, lane, half):
         words = cuda.local.array((PAIR, n_words), uint32)
         d = cuda.local.array((PAIR, n_scales), uint32)
         m = cuda.local.array((PAIR, n_scales), uint32)
-        # Sixteen tokens need so many registers that this may not be unrolled: the compiler does not
-        # know that the number is 2.
-        half, halves = int32(0), int32(2 if groups == 1 else 1 + min(int32(here), 1))
-        while half < halves:
-            for r in range(PAIR):
-                at = weights + r * tile_bytes
-                x = load(smem, at, lane, half)
-                for i in range(n_words):
-                    words[r, i] = x[i]
-                y = load_scales(smem, at + scales_at, lane, half)
+        for r in range(PAIR):
+            at = weights + r * tile_bytes
+            x = load(smem, at, lane, half)
+            for i in range(n_words):
+                words[r, i] = x[i]
+            y = load_scales(smem, at + scales_at, lane, half)
+            for i in range(n_scales):
+                d[r, i] = y[i]
+            if minimum:
+                y = load_scales(smem, at + minima_at, lane, half)
                 for i in range(n_scales):
-                    d[r, i] = y[i]
-                if minimum:
-                    y = load_scales(smem, at + minima_at, lane, half)
-                    for i in range(n_scales):
-                        m[r, i] = y[i]
-            # written out, so that whatever the compiler unrolls `odd` is a constant
-            multiply_block(acc, words, d, m, smem, a, offsets, half, 0)
-            multiply_block(acc, words, d, m, smem, a, offsets, half, 1)
-            half = int32(half + 1)
+                    m[r, i] = y[i]
+        # written out, so that whatever the compiler unrolls `odd` is a constant
+        multiply_block(acc, words, d, m, smem, a, offsets, half, 0)
+        multiply_block(acc, words, d, m, smem, a, offsets, half, 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+        if apart and 1 < tokens < 16:  # written out: the compiler would leave a loop
+            multiply_sums(acc, smem, weights, a, offsets, lane, 0)
+            multiply_sums(acc, smem, weights, a, offsets, lane, 1)
+        else:
+            # Sixteen tokens need so many registers that this may not be unrolled: the compiler does
+            # not know that the number is 2.
+            half, halves = int32(0), int32(2 if groups == 1 else 1 + min(int32(here), 1))
+            while half < halves:
+                multiply_sums(acc, smem, weights, a, offsets, lane, half)
+                half = int32(half + 1)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_half(acc, smem, weights, a, offsets, lane, half):
