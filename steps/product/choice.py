@@ -444,11 +444,11 @@ def packings(
 Time = tuple[float, Kernel, Family]
 """Microseconds of a kernel in a family."""
 
-BFLOAT16_FEW: Final = 1.07
+BFLOAT16_FEW: Final = (1.07, 1.25)
 BFLOAT16_MANY: Final = 1.1
-"""Times of bfloat16 over those of float16: in a decode kernel, and in others, which take a pass
-that makes A float16. Tables have no times of bfloat16. Medians over formats and shapes on an
-H200."""
+"""Times of bfloat16 over those of float16: in a decode kernel, up to `FEW_TOKENS` and above, where
+float16 meets scaled weights; and in others, which take a pass that makes A float16. Tables have no
+times of bfloat16. Medians over formats and shapes on an H200."""
 
 BFLOAT16_PASS_US: Final = 2.0
 """What the pass takes at least, of any size."""
@@ -470,7 +470,7 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Requ
                 if one.most_tokens is None:
                     us = max(us * BFLOAT16_MANY, us + BFLOAT16_PASS_US)
                 else:
-                    us *= BFLOAT16_FEW
+                    us *= BFLOAT16_FEW[request.m > tuning.FEW_TOKENS]
             found.append((us, one, family))
     return found
 
