@@ -10,7 +10,7 @@ torch makes them instead as a reference, and where no kernel can.
     operations.py          what lies between products, by torch: norms, attention, SwiGLU
     kernel_operations.py   the same by the kernels of `steps.kernels.between`: the default on a GPU
     deferred.py            norms of few tokens, made by the products around them
-    chained.py             layers of one token in one launch
+    chained.py             layers of one token, a launch from one attention to the next
     expert_layers.py       layers with experts at one token: attention and one launch behind it
     parallel.py            a model on several GPUs, a process for each
     text/                  tokens of a vocabulary, answers as they are generated, conversations

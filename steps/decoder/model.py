@@ -128,13 +128,6 @@ class Product(nn.Module):
             self._weights[self.accuracy] = found
         return found
 
-    def move(self, name: str, i: int, array: Tensor) -> None:
-        """Array i of a layout lies elsewhere from now on."""
-        arrays = [*self.packed[name]]
-        arrays[i] = array
-        self.packed[name] = arrays
-        self._weights.clear()
-
     def choice(self, m: int, input: str = "float16") -> Choice:
         """The kernel for m tokens. input: the dtype of x, or "gated"; where the kernel does not
         read it, `Choice.reading` says what it reads instead."""
@@ -378,18 +371,16 @@ class Layer:
 class Cache:
     """Keys and values of up to `length` positions, and how many there are, on the device.
 
-    layers: [B, 2 kv_heads, length, head_dim] of each layer, views of `whole`. position: int64 [],
-    the next one that is written. cos, sin: [length, head_dim], for `operations.rotary`. shown: what
-    thread blocks that run at the same time show each other (`chained`, `expert_layers`), once a
-    token has needed it.
+    layers: [B, 2 kv_heads, length, head_dim] of each layer. position: int64 [], the next one that
+    is written. cos, sin: [length, head_dim], for `operations.rotary`. shown: what launches that run
+    at the same time show each other (`chained`, `expert_layers`), once a token has needed it.
     """
 
     def __init__(
         self, config: Config, batch: int, length: int, frequencies: np.ndarray, like: Tensor
     ) -> None:
-        shape = (config.layers, batch, 2 * config.kv_heads, length, config.head_dim)
-        self.whole = torch.zeros_like(like).expand(shape).clone()
-        self.layers = [*self.whole]
+        shape = (batch, 2 * config.kv_heads, length, config.head_dim)
+        self.layers = [torch.zeros_like(like).expand(shape).clone() for _ in range(config.layers)]
         self.position = torch.zeros((), dtype=torch.int64, device=like.device)
         angles = torch.from_numpy(np.arange(length)[:, None] * frequencies.repeat(2))
         signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(frequencies))
@@ -451,8 +442,6 @@ class Decoder:
         self.norm, self.output, self.operations = norm, output, operations
         self.cache_dtype = cache_dtype
         self.frequencies = rotary_frequencies(config) if frequencies is None else frequencies
-        chains = operations.chains
-        self._joined = None if chains is None else chains.joined(layers, norm, config)
 
     @property
     def device(self) -> Any:
@@ -494,8 +483,8 @@ class Decoder:
             self.set_accuracy(accuracy)
             last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
             sizes, others = self._sizes(1, m) if m > MOST_SEQUENCES else [m], set()
-            if m == 1 and self._takes_chains(made := self.cache(1, 1)):
-                rest = self.layers, self._joined, self.norm, self.output, made, self.config
+            if m == 1 and self._takes_chains():
+                rest = self.layers, self.norm, self.output, self.config.epsilon
                 chained, others = self.operations.chains.ahead(*rest)
                 wanted += chained
             elif deferred is not None and m <= MOST_SEQUENCES:
@@ -571,7 +560,7 @@ class Decoder:
                 logits = self._in_two_launches(parts[0].h, cache)
             return logits[:, None] if every else logits
         ends = self._ends()
-        if ids.numel() == 1 and self._takes_chains(cache):
+        if ids.numel() == 1 and self._takes_chains():
             with TURNS.taken(self.device):
                 logits = self._chained(parts[0], cache)
             return logits[:, None] if every else logits
@@ -592,18 +581,31 @@ class Decoder:
             last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
         return self._logits(last)
 
-    def _takes_chains(self, cache: Cache) -> bool:
+    def _takes_chains(self) -> bool:
         chains = self.operations.chains
-        return chains is not None and self._joined is not None and chains.takes(self.layers, cache)
+        return chains is not None and chains.takes(self.layers)
 
     def _chained(self, part: Part, cache: Cache) -> Tensor:
         """Logits after one token, by `chained.Chains`."""
-        do, first = self.operations, self.layers[0]
-        given = first.before_attention, self.config.epsilon, torch.float16, first.out
-        x, left = do.deferred.launched((part.h,), *given)
-        rest = x, left, part.h, cache, self.config
-        x, left = do.chains.of_token(self.layers, self._joined, *rest)
-        if self._defers(part, self.layers[-1].down, self.norm, self.output):
+        do, epsilon, ends = self.operations, self.config.epsilon, self._ends()
+        if cache.shown is None:
+            cache.shown = do.chains.memory(self.layers)
+        cache.shown.empty()
+        first, last = self.layers[0], self.layers[-1]
+        x, left = do.deferred.launched(
+            (part.h,), first.before_attention, epsilon, torch.float16, first.out
+        )
+        qkv = first.qkv(x)
+        for layer, (weight, after), keys_values, memory in zip(
+            self.layers, ends, cache.layers, cache.shown.layers, strict=True
+        ):
+            cached = keys_values, part.position, cache.cos, cache.sin
+            a = do.attention(qkv, *cached, self.config.heads, torch.float16, layer.head_norms)
+            following = after if layer is not last else None
+            given = a, part.h, left, memory, epsilon
+            qkv = do.chains.of_layer(layer, weight, following, *given)
+            x, left = memory[2].view(1, -1), memory[4].view(1, -1)
+        if self._defers(part, last.down, self.norm, self.output):
             part.x, part.left = x, left
         return self._of_normed(part, self.norm, self.output)
 

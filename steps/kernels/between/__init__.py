@@ -6,12 +6,11 @@
     rotary          rotary embedding of a prompt, whose keys and values go to the cache
     swiglu          silu(gate) * up
     gated_product   the same at few tokens without a launch, in the product of gates and ups
-    chain           all layers of a token, products, norms and attention, in one launch
+    chain           all products from one attention to the next, and their norms, in one launch
     argmax          the largest logit of each row
     router          add_and_norm, and which experts a token goes to
 
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
-    chain_attention, polled                 stages of a chain, and how its blocks wait for values
 
 `steps.decoder.kernel_operations`, `steps.decoder.deferred` and `steps.decoder.chained` launch them.
 results/worklog/decoder.md has what was predicted of each, and measured. Lessons 5 (wide accesses),

@@ -1,40 +1,38 @@
-"""One stream of weights: all layers of a token in one launch.
+"""One stream of weights: the products of a layer from attention to attention in one launch.
 
-    qkv | attention | out | + h, norm | gates, ups | silu * | down | + h, norm | qkv | attention ...
+    out  | + h, norm | gates, ups | silu * | down | + h, norm | qkv of the next layer
 
 What is new
     One thread block an SM, and each knows from the beginning which weights it will multiply: a
     share of every product, in pairs of row tiles. Producers copy them into one long ring, product
-    after product and layer after layer, whatever the others wait for; sixteen warps share K.
-    Nothing between two products is a barrier of the grid: what one of them makes lies in memory
-    that is full of a value that no product stores (`polled.NOTHING`), and a warp polls just the K
-    that it multiplies until all is there.
+    after product, whatever the others wait for; sixteen warps share K. Nothing between two products
+    is a barrier of the grid: what one of them makes lies in memory that is full of a value that no
+    product stores (`NOTHING`), and a warp polls just the K that it multiplies until all is there.
 
-        ring of an SM   | qkv |         out | gates and ups ....... | down ... | qkv |  filled ahead
-        16 warps          ^ x  attention ^ a  ^ x, polled             ^ polled   ^ x
+        ring of an SM     | out | gates and ups ....... | down ... | qkv |    filled ahead
+        16 warps            ^ A   ^ x, polled             ^ polled   ^ x, polled
 
     Norms are deferred as in `steps.kernels.between.deferred_norm`: x = h * weight * s, and r / s
     behind the next product. The sums of h^2 of each pair of row tiles are polled likewise, by one
-    warp of each block. Rows of the residual stay with the block that has them. Attention is a stage
-    of the same warps (`steps.kernels.between.chain_attention`): meanwhile the rings fill.
+    warp of each block. Rows of the residual stay with the block that has them from out to down.
+    A block begins where one of the chain before has ended, while attention runs on SMs of its own
+    (`BESIDE`): meanwhile the rings fill.
 Why it should help
     Behind every product memory idles until A has come and the first weights have. Four products and
     attention took 40.3 us of a layer of Llama 3 8B on an H200, where its 123 MB of weights take 28.
-    With a launch a layer, and attention another one, a layer took 37.2: the ring ended with each
-    launch, and then memory idled for 5 to 6 us. Expect 34 us.
+    Expect 35 us. Measured: 37.2, and why, in results/worklog/decoder.md.
 What it costs
     All blocks must be on the GPU at once: `runs_here`. 227 KB of shared memory, so nothing else
-    runs on an SM beside it. One token. Weights of all layers lie one behind the other.
+    runs on an SM beside it. One token.
 Machine code
     UBLKCP in the producer; LDG.E.128.STRONG.GPU for polls; HMMA with no LDG in the stream; no
     spills: what comes out of the L1 waits there behind the weights of the whole SM.
 Prerequisites
-    Step 18, `deferred_norm`, `attention`, and of step 13 producers and setmaxnreg.
+    Step 18, `deferred_norm`, and of step 13 producers and setmaxnreg.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -61,6 +59,7 @@ from steps.instructions import (
     load_u32,
     load_u32_relaxed,
     load_u32x4,
+    load_u64x2_relaxed,
     mbarrier_arrive,
     mbarrier_arrive_expect,
     mbarrier_init,
@@ -68,6 +67,7 @@ from steps.instructions import (
     shfl,
     shfl_xor,
     store_f32,
+    store_u16,
     store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
@@ -77,15 +77,7 @@ from steps.instructions import (
 )
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
-from steps.kernels.between.chain_attention import (
-    MOST_QUERIES,
-    MOST_SPLITS,
-    SIZES,
-    attention_stage,
-    over,
-)
 from steps.kernels.between.deferred_norm import ROOM
-from steps.kernels.between.polled import POLLS, missing, poll
 from steps.kernels.decode.product import PAIR, product_a16
 from steps.kernels.parts.activations.gated import silu_times
 from steps.kernels.parts.weights.codes import tile_index
@@ -103,14 +95,18 @@ DEEP: Final = 2
 """K tiles of a chunk, where that is `MOST_CHUNK` bytes at most."""
 MOST_CHUNK: Final = 4608
 BESIDE: Final = 4
-"""SMs without a block, so that none waits for an SM on which the launch before has one: it would be
-late, and all wait for it. Of 132 SMs 128 have equal shares of Llama 3 8B."""
+"""SMs without a block: there is attention, two blocks on each, and waits while a chain still runs.
+So the next chain gets the SMs of this one, each as soon as its block ends, and streams weights at
+once. A block that began behind attention would be late by 4 us of weights, and all wait for it."""
 EVEN: Final = 0.9
 """Of the largest share of a product the average one must be."""
-FIELDS: Final = 5
-"""Of a product in shared memory: pairs of the block, the first, chunks of a pair, K tiles, and
-chunks of the products before it in a layer. Behind the last one: the position, and a layer's
-chunks."""
+POLLS: Final = 1 << 25
+"""Of a value at most: about half a minute."""
+NOTHING: Final = 0xFFFF
+"""Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
+at first."""
+FIELDS: Final = 4
+"""Of a product in shared memory: pairs of the block, the first, chunks of a pair, K tiles."""
 fewer, more = setmaxnreg_dec(24), setmaxnreg_inc(112)  # 128 * 24 + 512 * 112 <= 640 * 96
 wait_all = cp_async_wait(0)
 
@@ -127,8 +123,6 @@ class Chain:
     even, odd : pairs of a block at most, in products 0 and 2, and in 1 and 3
     loads  : sums of h^2 of a lane
     biases : pairs of a block at most whose queries, keys and values have a bias
-    queries, size : that share a key, and values of a head
-    normed : whether queries and keys have a norm of their own
     """
 
     format: str
@@ -140,9 +134,6 @@ class Chain:
     odd: int
     loads: int
     biases: int
-    queries: int
-    size: int
-    normed: bool
 
     @property
     def threads(self) -> int:
@@ -184,15 +175,15 @@ class Chain:
 
     @property
     def weights_at(self) -> int:
-        return self.h_at + 4 * ROWS * self.odd
+        return self.h_at + 4 * ROWS * self.even
 
     @property
     def squares_at(self) -> int:
-        return self.weights_at + 4 * ROWS * self.odd
+        return self.weights_at + 4 * ROWS * self.even
 
     @property
     def norms_at(self) -> int:
-        """r of the norms before qkv and before gates."""
+        """r of the norms before out, before gates and before qkv."""
         return self.squares_at + 128 * self.loads
 
     @property
@@ -200,22 +191,39 @@ class Chain:
         return self.norms_at + 16
 
     @property
-    def shares_at(self) -> int:
-        """Of attention, in place of A: behind the queries, the new key and the new value what each
-        warp has found, and its largest scores and sums of shares."""
-        return self.a_at + 4 * self.queries * self.size + 4 * self.size
-
-    @property
-    def states_at(self) -> int:
-        return self.shares_at + 4 * self.warps * self.queries * self.size
-
-    @property
-    def attention_bytes(self) -> int:
-        return self.states_at + 8 * self.warps * self.queries - self.a_at
-
-    @property
     def shared(self) -> int:
-        return self.table_at + 4 * 5 * FIELDS
+        return self.table_at + 4 * 4 * FIELDS
+
+
+@cuda.jit(device=True, forceinline=True)
+def missing_of(x):
+    """Some bits of 0x8000 in each 16, where one of these four 16 bits is `NOTHING`."""
+    y = uint64(x ^ uint64(0xFFFFFFFFFFFFFFFF))
+    return uint64(uint64(y - uint64(0x0001000100010001)) & x & uint64(0x8000800080008000))
+
+
+@cuda.jit(device=True, forceinline=True)
+def missing(x):
+    return uint64(missing_of(x[0]) | missing_of(x[1])) != uint64(0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def poll(array, at):
+    """Eight float16 from array[at] on, when all of them are there."""
+    x, polls = load_u64x2_relaxed(array, at), int32(0)
+    while missing(x):
+        x = load_u64x2_relaxed(array, at)
+        polls = int32(polls + 1)
+        if polls > int32(POLLS):
+            trap()
+    return x
+
+
+@cuda.jit(device=True, forceinline=True)
+def put(smem, at, x):
+    low, high = uint64(x[0]), uint64(x[1])
+    upper = uint64(32)
+    store_u32x4(smem, at, uint32(low), uint32(low >> upper), uint32(high), uint32(high >> upper))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -251,11 +259,8 @@ def kernel(layout: Chain) -> Any:
     even_bytes, odd_bytes = of_pair * layout.even, of_pair * layout.odd
     odd_at = sums_at + warps * even_bytes
     more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
-    of_heads = layout.queries, layout.size, layout.normed
-    attend, prefetch = attention_stage(warps, *of_heads, a_at, layout.shares_at, layout.states_at)
-    keys_of = layout.queries * layout.size
     product = product_a16(layout.format, "float16", 1)
-    places, multiply, scale_of_format = product.places, product.multiply, product.scale
+    places, multiply, scale = product.places, product.multiply, product.scale
     tile_bytes = tile_format(layout.format).tile_bytes
 
     @cuda.jit(device=True, forceinline=True)
@@ -263,16 +268,13 @@ def kernel(layout: Chain) -> Any:
         return int32(load_u32(smem, table_at + 4 * (FIELDS * p + field)))
 
     @cuda.jit(device=True, forceinline=True)
-    def write_table(smem, p, pairs, last, k, before):
+    def write_table(smem, p, pairs, last, k):
         own, first = share(pairs, last)
         at, k_tiles = table_at + 4 * FIELDS * p, int32(uint32(k) // uint32(TILE_K))
         store_u32(smem, at, uint32(own))
         store_u32(smem, at + 4, uint32(first))
-        chunks = int32(uint32(k_tiles) // uint32(deep))
-        store_u32(smem, at + 8, uint32(chunks))
+        store_u32(smem, at + 8, uint32(uint32(k_tiles) // uint32(deep)))
         store_u32(smem, at + 12, uint32(k_tiles))
-        store_u32(smem, at + 16, uint32(before))
-        return int32(before + own * chunks)
 
     @cuda.jit(device=True, forceinline=True)
     def slot_of(index):
@@ -289,18 +291,17 @@ def kernel(layout: Chain) -> Any:
         pieces, piece = (2, tile_bytes) if gated else (1, pair_bytes)
 
         @cuda.jit(device=True, forceinline=True)
-        def stream(smem, w, layer, all_pairs, p, window, own, state):
+        def stream(smem, w, p, window, own, state):
             index, begin, slot, turn, landed, landed_turn = state
             chunks, k_tiles = entry(smem, p, 2), entry(smem, p, 3)
             end = int32(begin + entry(smem, p, 0) * chunks)
             pair, c = entry(smem, p, 1), int32(index - begin)
-            whole = int64(all_pairs) * (k_tiles * pair_bytes)
-            half, of_layer = whole >> 1, whole * layer
+            half = int64(w.size) >> 1
             while index < end:
                 while c >= chunks:
                     pair, c = int32(pair + 1), int32(c - chunks)
                 tile = pair if gated else int32(PAIR * pair)
-                at = of_layer + int64(tile_index(tile, int32(deep * c), k_tiles)) * tile_bytes
+                at = int64(tile_index(tile, int32(deep * c), k_tiles)) * tile_bytes
                 bar, to = int32(bars_at + 8 * slot), int32(slot * chunk)
                 mbarrier_wait_bounded(smem, empty_at + 8 * slot, turn)
                 if index >= window:
@@ -325,18 +326,17 @@ def kernel(layout: Chain) -> Any:
     stream_pairs, stream_gated = streamed(False), streamed(True)
 
     @cuda.jit(device=True, forceinline=True)
-    def source_of(p, layer, sizes, x_first, x_next, a, x_hidden, gates):
-        """A of a product: (array, where it begins)."""
-        _, width, hidden, k_out, _, _, _ = sizes
+    def copy_rows(smem, scales, weights, bias, p, pair, hidden, warp, lane):
+        """What rows of this warp's pair have: row scales, and weights of a norm or a bias."""
+        row = int32(ROWS * pair + lane)
         if p == 1:
-            return a, int32(layer * k_out)
-        if p == 2:
-            return x_hidden, int32(layer * width)
-        if p == 3:
-            return gates, int32(layer * hidden)
-        if layer > 0:
-            return x_next, int32((layer - 1) * width)
-        return x_first, int32(0)
+            row = int32(TILE_ROWS * pair + (lane & 15) + (lane >> 4) * hidden)
+        place = of_pair * warp + 4 * lane
+        cp_async_4(smem, rows_at + place, scales, row)
+        if p & 1 == 0:
+            cp_async_4(smem, weights_at + place, weights, row)
+        if biased and p == 3:
+            cp_async_4(smem, bias_at + place, bias, row)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_squares(smem, squares, first, parts, lane):
@@ -372,39 +372,39 @@ def kernel(layout: Chain) -> Any:
         return rsqrt(total * mean_of + epsilon)
 
     @cuda.jit(device=True, forceinline=True)
-    def factor_of(smem, p, layer):
-        """By which what a product makes is scaled: s before a norm, r / s behind it. In front of
-        the first layer is a norm that is whole."""
-        here = load_f32(smem, norms_at + 4 * (p >> 1))
-        if p & 1:
-            return here * float32(ROOM)
-        if p == 0 and layer == 0:
-            return float32(1)
-        return here * reciprocal(load_f32(smem, norms_at + 4 - 4 * (p >> 1)) * float32(ROOM))
+    def factor_of(smem, p):
+        """By which what a product makes is scaled: s before a norm, r / s behind it."""
+        if p == 0:
+            return load_f32(smem, norms_at) * float32(ROOM)
+        if p == 1:
+            return load_f32(smem, norms_at + 4) * reciprocal(
+                load_f32(smem, norms_at) * float32(ROOM)
+            )
+        r = load_f32(smem, norms_at + 4) * float32(ROOM)
+        return r if p == 2 else load_f32(smem, norms_at + 8) * reciprocal(r)
 
     @cuda.jit(launch_bounds=(layout.threads, 1))
     def chain(
-        w_qkv, w_out, w_gates, w_down, scales_qkv, scales_out, scales_gates, scales_down, bias,
-        weights_hidden, weights_next, x_first, before, h, x_hidden, gates, x_next, y, a, squares,
-        left, words, cache, position, cos, sin, of_queries, of_keys, sizes, epsilon, scale,
-        of_heads,
+        w_out, w_gates, w_down, w_qkv, scales_out, scales_gates, scales_down, scales_qkv, bias,
+        weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
+        sizes, epsilon,
     ):  # fmt: skip
-        """See `launch`. sizes: (layers, width, hidden, K of out, N of qkv, length
-        of the cache, window)."""
+        """See `launch`. sizes: (width, hidden, K of out, N of qkv, window)."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(8, float32)
         griddepcontrol_launch_dependents()
-        layers, width, hidden, k_out, n_qkv, length, window = sizes
+        width, hidden, k_out, n_qkv, window = sizes
+        products = int32(4 if n_qkv > 0 else 3)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)
         if t == 0:
-            n = over(width, int32(ROWS))
-            end = write_table(smem, int32(0), over(n_qkv, int32(ROWS)), True, width, int32(0))
-            end = write_table(smem, int32(1), n, False, k_out, end)
-            end = write_table(smem, int32(2), over(hidden, int32(TILE_ROWS)), False, width, end)
-            end = write_table(smem, int32(3), n, False, hidden, end)
-            store_u32(smem, table_at + 4 * (4 * FIELDS + 4), uint32(end))
-            store_u32(smem, table_at + 4 * (4 * FIELDS), uint32(position[0]))
+            write_table(smem, int32(0), int32(uint32(width) // uint32(ROWS)), False, k_out)
+        elif t == 32:
+            write_table(smem, int32(1), int32(uint32(hidden) // uint32(TILE_ROWS)), False, width)
+        elif t == 64:
+            write_table(smem, int32(2), int32(uint32(width) // uint32(ROWS)), False, hidden)
+        elif t == 96:
+            write_table(smem, int32(3), int32(uint32(n_qkv) // uint32(ROWS)), True, width)
         elif t == 32 * warps:
             for i in range(2 * slots):
                 mbarrier_init(smem, bars_at + 8 * i, 1)
@@ -415,21 +415,13 @@ def kernel(layout: Chain) -> Any:
             # --- the producers
             fewer()
             if lane == 0:
-                own, layer = int32(warp - warps), int32(0)
+                own = int32(warp - warps)
                 state = own, int32(0), own, int32(1), own, int32(0)
-                while layer < layers:
-                    if own == 0:
-                        at = entry(smem, int32(4), 0)
-                        prefetch(cache, at, layer, length, over(k_out, int32(keys_of)))
-                    n = over(n_qkv, int32(ROWS))
-                    state = stream_pairs(smem, w_qkv, layer, n, int32(0), window, own, state)
-                    n = over(width, int32(ROWS))
-                    state = stream_pairs(smem, w_out, layer, n, int32(1), window, own, state)
-                    n = over(hidden, int32(TILE_ROWS))
-                    state = stream_gated(smem, w_gates, layer, n, int32(2), window, own, state)
-                    n = over(width, int32(ROWS))
-                    state = stream_pairs(smem, w_down, layer, n, int32(3), window, own, state)
-                    layer = int32(layer + 1)
+                state = stream_pairs(smem, w_out, int32(0), window, own, state)
+                state = stream_gated(smem, w_gates, int32(1), window, own, state)
+                state = stream_pairs(smem, w_down, int32(2), window, own, state)
+                if products == 4:
+                    stream_pairs(smem, w_qkv, int32(3), window, own, state)
         else:
             # --- the warps that multiply
             more()
@@ -437,48 +429,53 @@ def kernel(layout: Chain) -> Any:
             # one token: from shared memory, or the compiler makes constants anew at each use
             here = int32(min(entry(smem, int32(0), 3), int32(1)))
             offsets = places(lane, here, int32(0))
-            stage = int32(0)
-            griddepcontrol_wait()
-            while stage < 4 * layers:
-                p, layer = int32(stage & 3), int32(stage >> 2)
+            p, index = int32(0), int32(0)
+            while p < products:
                 # read anew in each phase, or one is spilled, and waits behind weights in the L1
                 t = thread_index()
                 lane, warp = int32(t & 31), int32(t >> 5)
                 pairs, first, chunks = entry(smem, p, 0), entry(smem, p, 1), entry(smem, p, 2)
                 if warp < pairs:
-                    row = int32(ROWS * (first + warp) + lane)
-                    place, scales = of_pair * warp + 4 * lane, scales_qkv
+                    pair = int32(first + warp)
                     if p == 0:
-                        at = int32(layer * n_qkv + row)
-                        if biased:
-                            cp_async_4(smem, bias_at + place, bias, at)
+                        copy_rows(
+                            smem, scales_out, weights_hidden, bias, p, pair, hidden, warp, lane
+                        )
+                    elif p == 1:
+                        copy_rows(
+                            smem, scales_gates, weights_next, bias, p, pair, hidden, warp, lane
+                        )
                     elif p == 2:
-                        scales = scales_gates
-                        at = int32(TILE_ROWS * (first + warp) + (lane & 15) + (lane >> 4) * hidden)
-                        at = int32(2 * hidden * layer + at)
+                        copy_rows(
+                            smem, scales_down, weights_next, bias, p, pair, hidden, warp, lane
+                        )
                     else:
-                        scales, weights = scales_out, weights_hidden
-                        if p == 3:
-                            scales, weights = scales_down, weights_next
-                        at = int32(layer * width + row)
-                        cp_async_4(smem, weights_at + place, weights, at)
-                    cp_async_4(smem, rows_at + place, scales, at)
-                    if p == 1 and layer == 0:
-                        cp_async_4(smem, h_at + place, h, row)
+                        copy_rows(smem, scales_qkv, weights_next, bias, p, pair, hidden, warp, lane)
+                if p == 0:
+                    griddepcontrol_wait()
+                    if warp < pairs:
+                        row = int32(ROWS * (first + warp) + lane)
+                        cp_async_4(smem, h_at + of_pair * warp + 4 * lane, h, row)
 
                 # --- this warp's part of A; further parts arrive meanwhile
-                source, at = source_of(p, layer, sizes, x_first, x_next, a, x_hidden, gates)
                 if pairs > 0:
+                    source = a
+                    if p == 1:
+                        source = x_hidden
+                    elif p == 2:
+                        source = gates
+                    elif p == 3:
+                        source = x_next
                     k = int32(of_chunk * warp + 8 * lane)
                     to = int32(a_at + 2 * k)
                     if lane < lanes_of_a:
                         if warp < chunks:
-                            store_u32x4(smem, to, *poll(source, at + k))
+                            put(smem, to, poll(source, k))
                         for i in range(1, more_parts):
                             if warp + warps * i < chunks:
                                 ahead = of_chunk * warps * i
-                                cp_async_16(smem, to + 2 * ahead, source, at + k + ahead)
-                if warp == warps - 1 and p == 0 and layer == 0:
+                                cp_async_16(smem, to + 2 * ahead, source, k + ahead)
+                if warp == warps - 1 and p == 0:
                     copy_squares(smem, before, 1, int32(before.size - 1), lane)
                 cp_async_commit()
                 cuda.syncwarp()
@@ -486,10 +483,9 @@ def kernel(layout: Chain) -> Any:
                 # --- the stream
                 t = thread_index()
                 lane, warp, pair = int32(t & 31), int32(t >> 5), int32(0)
-                index = int32(layer * entry(smem, int32(4), 4) + entry(smem, p, 4))
                 while pair < pairs:
-                    if p == 2 and pair == 1 and warp == warps - 1:  # now they are there
-                        copy_squares(smem, squares, int32(layer * parts), parts, lane)
+                    if p == 1 and pair == 1 and warp == warps - 1:  # now they are there
+                        copy_squares(smem, squares, 0, parts, lane)
                         cp_async_commit()
                     for r in range(8):
                         acc[r] = 0
@@ -506,10 +502,14 @@ def kernel(layout: Chain) -> Any:
                                 low = uint64(x0) | uint64(x1) << upper
                                 high = uint64(x2) | uint64(x3) << upper
                                 if missing((low, high)):
-                                    source, at = source_of(
-                                        p, layer, sizes, x_first, x_next, a, x_hidden, gates
-                                    )
-                                    store_u32x4(smem, a_at + 2 * k, *poll(source, at + k))
+                                    source = a
+                                    if p == 1:
+                                        source = x_hidden
+                                    elif p == 2:
+                                        source = gates
+                                    elif p == 3:
+                                        source = x_next
+                                    put(smem, a_at + 2 * k, poll(source, k))
                             cuda.syncwarp()
                         k = int32(0)
                         while k < deep * here:  # not unrolled: registers
@@ -534,21 +534,22 @@ def kernel(layout: Chain) -> Any:
                         store_f32(smem, to + 64, acc[4])
                         store_f32(smem, to + 96, acc[6])
                     pair = int32(pair + 1)
+                index = int32(index + pairs * chunks)
 
                 # --- the norm, by one warp, for all
-                if warp == warps - 1 and p & 1 == 0:
+                if warp == warps - 1 and p != 2:
                     wait_all()
                     mean_of = reciprocal(float32(width))
                     at, r = norms_at, float32(0)
-                    if p == 2:
-                        at, early, row = norms_at + 4, pairs > 1, int32(layer * parts)
-                        r = norm_of(smem, squares, row, parts, early, mean_of, epsilon, lane)
-                    elif layer == 0:
+                    if p == 0:
                         n = int32(before.size - 1)
                         r = norm_of(smem, before, 1, n, True, mean_of, epsilon, lane)
-                    else:
-                        row = int32((layer - 1) * (parts + 1) + 1)
-                        r = norm_of(smem, left, row, parts, False, mean_of, epsilon, lane)
+                    elif p == 1:
+                        at, early = norms_at + 4, pairs > 1
+                        r = norm_of(smem, squares, 0, parts, early, mean_of, epsilon, lane)
+                    elif p == 3:
+                        at = norms_at + 8
+                        r = norm_of(smem, left, 1, parts, False, mean_of, epsilon, lane)
                     if lane == 0:
                         store_f32(smem, at, r)
 
@@ -564,86 +565,53 @@ def kernel(layout: Chain) -> Any:
                     for i in range(warps):
                         total += load_f32(smem, at + step * i)
                     wait_all()
-                    total *= load_f32(smem, rows_at + place) * float32(scale_of_format)
-                    factor, pair = factor_of(smem, p, layer), int32(entry(smem, p, 1) + warp)
-                    if p & 1:
+                    total *= load_f32(smem, rows_at + place) * float32(scale)
+                    factor, pair = factor_of(smem, p), int32(entry(smem, p, 1) + warp)
+                    if p & 1 == 0:
                         total += load_f32(smem, h_at + place)
                         row = int32(ROWS * pair + lane)
                         x = float_to_half(total * factor * load_f32(smem, weights_at + place))
                         own = total * total
                         for i in range(5):
                             own += shfl_xor(own, 1 << i)
-                        store_f32(smem, h_at + place, total)
-                        if p == 1:
-                            store_u16_relaxed(x_hidden, layer * width + row, x)
+                        if p == 0:
+                            store_u16_relaxed(x_hidden, row, x)
                             if lane == 0:
-                                store_u32_relaxed(squares, layer * parts + pair, as_bits(own))
+                                store_u32_relaxed(squares, pair, as_bits(own))
+                            store_f32(smem, h_at + place, total)
                         else:
-                            store_u16_relaxed(x_next, layer * width + row, x)
+                            store_u16_relaxed(x_next, row, x)
                             if lane == 0:
-                                to = int32(layer * (parts + 1) + 1 + pair)
-                                store_u32_relaxed(left, to, as_bits(own))
-                            if layer == layers - 1:
-                                store_f32(h, row, total)
-                                if pair == 0 and lane == 0:
-                                    store_f32(left, layer * (parts + 1), factor)
+                                store_u32_relaxed(left, int32(1 + pair), as_bits(own))
+                            store_f32(h, row, total)
+                            if pair == 0 and lane == 0:
+                                store_f32(left, 0, factor)
                     else:
                         total *= factor
-                        if p == 2:
+                        if p == 1:
                             up = shfl(total, int32(lane + 16) & 31)
                             total = silu_times(total, up)
                             if lane < TILE_ROWS:
-                                row = int32(layer * hidden + TILE_ROWS * pair + lane)
+                                row = int32(TILE_ROWS * pair + lane)
                                 store_u16_relaxed(gates, row, float_to_half(total))
                         else:
                             if biased:
                                 total += load_f32(smem, bias_at + place)
-                            row = int32(layer * n_qkv + ROWS * pair + lane)
-                            store_u16_relaxed(y, row, float_to_half(total))
-                if p == 0:
-                    at = entry(smem, int32(4), 0)
-                    attend(
-                        smem, y, a, words, cache, at, cos, sin, of_queries, of_keys, scale,
-                        of_heads, layer, length, over(k_out, int32(keys_of)),
-                    )  # fmt: skip
-                stage = int32(stage + 1)
+                            store_u16(y, int32(ROWS * pair + lane), float_to_half(total))
+                p = int32(p + 1)
 
     return chain
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a layer: values of the residual, hidden features, heads of queries and of keys, and values
-    of a head; whether queries, keys and values have a bias, and heads a norm."""
-
-    width: int
-    hidden: int
-    heads: int
-    kv: int
-    size: int
-    biased: bool = False
-    normed: bool = False
-
-    @property
-    def k_out(self) -> int:
-        return self.heads * self.size
-
-    @property
-    def n_qkv(self) -> int:
-        return (self.heads + 2 * self.kv) * self.size
-
-    @property
-    def pairs(self) -> tuple[int, int, int, int]:
-        """Pairs of row tiles of each product."""
-        return self.n_qkv // ROWS, self.width // ROWS, self.hidden // TILE_ROWS, self.width // ROWS
-
-
-def chain_of(name: str, sizes: Sizes, blocks: int, warps: int = WARPS) -> Chain:
-    """What is compiled for layers in a storage format, for so many thread blocks.
+def chain_of(
+    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int,
+    warps: int = WARPS,
+) -> Chain:  # fmt: skip
+    """What is compiled for a layer in a storage format, for so many thread blocks. n_qkv: features
+    of the next layer's queries, keys and values, 0 behind the last.
 
     ValueError where the sizes do not divide into pairs of row tiles and chunks, where a block
     would have more pairs than warps, or where shared memory does not hold A and a ring."""
-    width, hidden, k_out, n_qkv = sizes.width, sizes.hidden, sizes.k_out, sizes.n_qkv
     pair_bytes = PAIR * tile_format(name).tile_bytes
     deep = DEEP if DEEP * pair_bytes <= MOST_CHUNK else 1
     if width % ROWS or hidden % (TILE_GROUP * TILE_ROWS) or n_qkv % ROWS:
@@ -656,32 +624,16 @@ def chain_of(name: str, sizes: Sizes, blocks: int, warps: int = WARPS) -> Chain:
             f"a chain of {name} takes K in multiples of {deep * TILE_K}, not {k_out}, {width} and "
             f"{hidden}"
         )
-    queries = sizes.heads // sizes.kv
-    if sizes.size not in SIZES or sizes.heads % sizes.kv or queries > MOST_QUERIES:
-        raise ValueError(
-            f"a chain takes heads of {', '.join(map(str, SIZES))} values, and up to {MOST_QUERIES} "
-            f"of queries to one of keys, not {sizes.heads} to {sizes.kv} of {sizes.size} values"
-        )
-    if sizes.kv > blocks:
-        raise ValueError(f"a chain of {blocks} blocks has no block for each of {sizes.kv} heads")
-    pairs = tuple(ceil_div(n, blocks) for n in sizes.pairs)
+    numbers = numbers_of_pairs(width, hidden, n_qkv)
+    pairs = tuple(ceil_div(n, blocks) for n in numbers)
     if max(pairs) > warps:
         raise ValueError(
             f"a block of a chain has up to {warps} pairs of row tiles of a product, not "
             f"{max(pairs)}"
         )
-    work = max(pairs[::2]), max(pairs[1::2])
-    loads = ceil_div(max(sizes.pairs[1], blocks + BESIDE), 32)
-    of_heads = queries, sizes.size, sizes.normed
-    rest = *work, loads, pairs[0] if sizes.biased else 0, *of_heads
-    sums = warps * 4 * ROWS * sum(work)
-    attends = Chain(name, warps, deep, 0, 0, *rest)
-    a_bytes = max(
-        2 * max(width, hidden, k_out),
-        attends.shares_at - attends.a_at,  # in place of A, while sums are still read
-        ceil_div(attends.attention_bytes - sums, 128) * 128,
-    )
-    without = Chain(name, warps, deep, 0, a_bytes, *rest)
+    work = max(pairs[::2]), max(pairs[1::2]), ceil_div(max(numbers[0], blocks + BESIDE), 32)
+    rest = 2 * max(width, hidden, k_out), *work, pairs[3] if biased else 0
+    without = Chain(name, warps, deep, 0, *rest)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
     # chunk whose slot that is must have landed by then, or it takes the old one for the new.
@@ -691,7 +643,7 @@ def chain_of(name: str, sizes: Sizes, blocks: int, warps: int = WARPS) -> Chain:
             f"a chain needs a ring of {least} chunks of {without.chunk} bytes "
             f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
         )
-    return Chain(name, warps, deep, slots, a_bytes, *rest)
+    return Chain(name, warps, deep, slots, *rest)
 
 
 def window_of(layout: Chain) -> int:
@@ -699,64 +651,55 @@ def window_of(layout: Chain) -> int:
     return max(1, round(H200_UNDER_WAY / (layout.chunk * PRODUCERS))) * PRODUCERS
 
 
-def supports(name: str, sizes: Sizes, blocks: int) -> bool:
-    """Whether there is a chain for such layers, and blocks get shares that are about equal."""
+def numbers_of_pairs(width: int, hidden: int, n_qkv: int) -> tuple[int, int, int, int]:
+    return width // ROWS, hidden // TILE_ROWS, width // ROWS, n_qkv // ROWS
+
+
+def supports(
+    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int
+) -> bool:
+    """Whether there is a chain for such a layer, and blocks get shares that are about equal."""
     try:
-        chain_of(name, sizes, blocks)
+        chain_of(name, width, hidden, k_out, n_qkv, biased, blocks)
     except ValueError:
         return False
-    return all(n >= EVEN * blocks * ceil_div(n, blocks) for n in sizes.pairs[1:])
-
-
-def words_of(sizes: Sizes, blocks: int) -> int:
-    """Words in which blocks show each other the attention of their positions."""
-    splits = min(blocks // sizes.kv, MOST_SPLITS)
-    return splits * sizes.heads * (2 * sizes.size + 4)
+    numbers = numbers_of_pairs(width, hidden, n_qkv)[:3]
+    return all(n >= EVEN * blocks * ceil_div(n, blocks) for n in numbers)
 
 
 def launch(
-    name: str, sizes: Sizes, layers: int, weights: Any, scales: Any, norms: Any, place: Any,
-    shown: Any, attention: Any, bias: Any, epsilons: tuple[float, float], blocks: int,
-    window: int | None = None, warps: int = WARPS,
+    name: str, weights: Any, scales: Any, norms: Any, place: Any, y: Any, bias: Any, epsilon: float,
+    blocks: int, window: int | None = None, warps: int = WARPS,
 ) -> Launch:  # fmt: skip
-    """All layers of a token: for each one y = x @ W_qkv^T (+ bias), a = its attention,
-    h += a @ W_out^T; g = silu(gate) * up of the norm of h; h += g @ W_down^T; x = the norm of that.
-    All arrays have one dimension, in which layers follow each other.
+    """h += a @ W_out^T; g = silu(gate) * up of its norm; h += g @ W_down^T; y = the norm of that
+    @ W_qkv^T (+ bias). All arrays have one dimension.
 
     name    : storage format of all weights.
-    weights, scales : of qkv, out, gates and ups, down: packed by `qformats.repack.tiles`, rows of
+    weights, scales : of out, gates and ups, down, qkv: packed by `qformats.repack.tiles`, rows of
               gates before as many of ups.
-    norms   : float32 [layers * width], weights of the norms before gates, and of those behind down.
-    place   : x, float16 [width], the norm before the first layer. before, float32 [1 + any]: what
-              that norm has left, see `steps.kernels.between.deferred_norm`. h, float32 [width].
-    shown   : where blocks show each other what they have, full of `NOTHING`: of each layer,
-              float16, x before gates [width], [hidden] g, [width] x behind down, y, and a; float32
-              [width / 32] sums of h^2 before gates, and [1 + width / 32] what the norm behind down
-              leaves. And uint32 [`words_of`], once for all layers.
-    attention : the cache, float16 [layers, 2 kv, length, size], keys and values, position, cos and
-              sin as `steps.kernels.between.attention` has them, and weights [layers * size] of the
-              norms of queries and of keys, or cos and sin again.
-    bias    : float32 [layers * N], or None.
-    epsilons: of norms, and of those of heads.
+    norms   : float32 [width], weights of the norm before gates and of that before qkv.
+    place   : a, float16 [K]. h, float32 [width]. before, float32 [1 + any]: what the norm before
+              `a` has left, see `steps.kernels.between.deferred_norm`. And where blocks show each
+              other what they have, full of `NOTHING`: float16 [width] x before gates, [hidden] g,
+              [width] x before qkv; float32 [width / 32] sums of h^2 before gates; float32
+              [1 + width / 32] what the norm before qkv leaves.
+    y       : float16 [N]; None behind the last layer: then there is no product behind the norm.
+    bias    : float32 [N], or None.
     blocks  : see `thread_blocks`. window: chunks under way in a block, a multiple of `PRODUCERS`.
     ValueError as of `chain_of`.
     """
-    _, before, _ = place
-    layout = chain_of(name, sizes, blocks, warps)
+    a, h, before, _, gates, x_next, _, _ = place
+    n_qkv = 0 if y is None else y.size
+    layout = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks, warps)
     if before.size - 1 > 32 * layout.loads:
         raise ValueError(
             f"the norm before has left {before.size - 1} sums, and a chain of {blocks} blocks adds "
             f"up {32 * layout.loads}"
         )
-    cache, *_ = attention
-    length = cache.size // (2 * sizes.kv * sizes.size * layers)
-    of_layer = sizes.width, sizes.hidden, sizes.k_out, sizes.n_qkv
-    numbers = tuple(map(np.int32, (layers, *of_layer, length, window or window_of(layout))))
-    epsilon, of_heads = map(np.float32, epsilons)
-    scale = np.float32(math.log2(math.e) / math.sqrt(sizes.size))
+    sizes = tuple(map(np.int32, (h.size, gates.size, a.size, n_qkv, window or window_of(layout))))
     args = (
-        *weights, *scales, scales[0] if bias is None else bias, *norms, *place, *shown, *attention,
-        numbers, epsilon, scale, of_heads,
+        *weights, *scales, scales[0] if bias is None else bias, *norms, *place,
+        x_next if y is None else y, sizes, np.float32(epsilon),
     )  # fmt: skip
     return Launch(
         kernel(layout), (blocks,), (layout.threads,), args, layout.shared, True, together=True
