@@ -30,6 +30,7 @@ from steps.contract import Family, Kernel, Machine, Shape
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import decode
 from steps.product import gemm as door
+from tests.driver.fake_gpu import FakeGpu
 from tests.product.test_gemm import OnDevice, Untouched
 from tests.steps.works import FLOAT32, TAKEN, WORKS, by_turn
 
@@ -264,12 +265,13 @@ def test_no_columns_is_a_sentence(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("past", [1, 2, 3])
-def test_addresses_that_no_kernel_can_use_are_refused(past: int) -> None:
+def test_addresses_that_no_kernel_can_use_are_refused(past: int, gpu: FakeGpu) -> None:
     """An output of 128-bit stores begins at 16 bytes, a float32 anywhere at four."""
     w, a = Problem(1, 3, K, "q4_0").blocks, OnDevice((2, K), address=2**16)
     out = OnDevice((2, 3), address=4096 + 4 * past)
     with pytest.raises(ValueError, match=f"out begins {4 * past} bytes past a multiple of 16"):
-        door.gemm(a, w, out=out, machine=Untouched())
+        door.gemm(a, w, out=out, machine=gpu)
+    assert not gpu.launched
     out = OnDevice((2, 3), address=4096 + past)
     with pytest.raises(ValueError, match=f"out begins {past} bytes past a multiple of 4"):
         door.gemm(a, w, out=out, machine=Untouched())
