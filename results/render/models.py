@@ -146,6 +146,22 @@ def of_experts(path: Path) -> Table | None:
     )
 
 
+def experts_in_short(path: Path) -> str:
+    """The first layer of `of_experts` that random tokens chose, in a sentence; "" if none is."""
+    run, where = _read(path)
+    rows = [row for row in (run or {}).get("rows", ()) if row["routing"] == "random"]
+    rows = [row for row in rows if row["layer"] == rows[0]["layer"]]
+    if not rows:
+        return ""
+    one, counts = rows[0], ", ".join(str(row["tokens"]) for row in rows)
+    return (
+        f"Experts of {one['layer']} ({one['format'].upper()}, both products, {where}): "
+        f"{', '.join(number(row['pair_us']) for row in rows)} us for {counts} tokens, "
+        f"{', '.join(ratio(row['x_torch']) for row in rows)} as fast as torch's `_grouped_mm` in "
+        "bfloat16."
+    )
+
+
 TABLES: Final = (
     ("A decoder", of_decoder, "decoder.json"),
     ("A decoder with experts", of_decoder, "decoder_experts.json"),

@@ -101,14 +101,16 @@ def tabled(run: Run) -> list[AsCalled]:
 
 def sweep(run: Run, accuracy: str, n: int, k: int) -> list[AsCalled]:
     """A float16 QuantLinear in the format of the sweep, by M, up to the tabled M that may follow
-    the last one that was swept."""
+    the last one that was swept; tabled M that were measured again since are left out."""
     swept = [one for one in run.as_called if one.swept]
+    commits = {one.commit for one in swept}
     last = max((one.M for one in swept), default=-1)
     own = ("QuantLinear", accuracy, "float16", main_format(swept))
     found = [
         one
         for one in run.as_called
         if (one.api, one.accuracy, one.dtype, one.format) == own
+        and one.commit in commits
         and one.shape == (min(one.M, last + 1), n, k)
     ]
     return sorted(found, key=lambda one: one.M)
@@ -119,12 +121,14 @@ CLIFF: Final = 1.15  # one more token is to take at most so many times as long
 
 def cliffs(run: Run) -> list[tuple[AsCalled, AsCalled]]:
     """Where one token more takes longer than `CLIFF` times: (the call at M, that at M + 1) of the
-    same API, accuracy, dtypes, format, N and K; the worst first."""
+    same API, accuracy, dtypes, format, N and K, measured at one commit; the worst first."""
     at = {one.key: one for one in run.as_called}
     pairs = [
         (one, more)
         for one in run.as_called
-        if (more := at.get((*one.key[:-1], (one.M + 1, one.N, one.K)))) and more.us > CLIFF * one.us
+        if (more := at.get((*one.key[:-1], (one.M + 1, one.N, one.K))))
+        and more.commit == one.commit
+        and more.us > CLIFF * one.us
     ]
     return sorted(pairs, key=lambda pair: pair[0].us / pair[1].us)
 

@@ -2,7 +2,8 @@
 
 <!-- ladder:begin -->       a line per step at its home shape, in one format
 <!-- ladder:end -->
-<!-- called:begin -->       what a caller gets: tensor in to tensor out, beside the baselines
+<!-- called:begin -->       what a caller gets: tensor in to tensor out, beside the baselines, and
+                            a layer of experts beside torch's
 <!-- called:end -->
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from results.record.schema import AsCalled, Row, Run, Size
-from results.render import query
+from results.render import models, query
 from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
 from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdown, percent, ratio
@@ -134,8 +135,12 @@ def filled(text: str, shown: Measured | None, root: Path) -> str:
         if shown:
             link = shown.path.resolve().relative_to(root.resolve()).as_posix()
             table = made(shown.run, link, shown.stale)
+        made_of = markdown(table) if table else NOTHING
+        if shown and name == "called":
+            more = models.experts_in_short(shown.path.parent / "experts.json")
+            made_of += f"\n\n{more}" if more else ""
         before, _, after = split(text, name)
-        text = f"{before}\n{markdown(table) if table else NOTHING}\n{after}"
+        text = f"{before}\n{made_of}\n{after}"
     return text
 
 

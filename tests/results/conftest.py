@@ -15,7 +15,8 @@ SWEPT = 48
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    """Of it two formats, and the sweep up to `SWEPT` tokens: a test reads it in a second."""
+    """Of it two formats, and the sweep up to `SWEPT` tokens: a test reads it in a second. All calls
+    are of one commit, whichever were measured again since the sweep."""
     path = store.headline()
     assert path is not None
     whole = store.read(path)
@@ -23,7 +24,7 @@ def run() -> Run:
         whole,
         rows=tuple(replace(r, source_hash="0" * 12) for r in whole.rows if r.format in FORMATS),
         as_called=tuple(
-            replace(one, source_hash="0" * 12)
+            replace(one, source_hash="0" * 12, commit="0" * 8)
             for one in whole.as_called
             if one.format in FORMATS and (one.M <= SWEPT or not one.swept)
         ),

@@ -168,6 +168,13 @@ def test_cliffs_are_where_one_token_more_takes_too_long(run) -> None:
     assert [one.M for one, _ in query.cliffs(replace(run, as_called=other))] == [29]
 
 
+def test_tabled_calls_that_are_newer_are_no_part_of_the_sweep(run) -> None:
+    newer = tuple(one if one.swept else replace(one, commit="new", us=1.0) for one in run.as_called)
+    changed = replace(run, as_called=newer)
+    assert all(one.swept for one in query.sweep(changed, "exact", 4096, 4096))
+    assert all(one.commit == more.commit for one, more in query.cliffs(changed))
+
+
 def test_the_roofline_has_the_last_step_of_each_branch(run) -> None:
     rows = roofline.rows_of(run)
     assert {row.step for row in rows} == {6, 10, 14, 15, 18}

@@ -148,8 +148,9 @@ def draw_times(run: Run) -> Figure:
     sizes = swept(run)
     own_height = PANEL + len(SWEPT) * BAR + 0.64
     height = style.HEAD + len(sizes) * own_height + 0.42
-    name = query.main_format(one for one in run.as_called if one.swept).upper()
-    note = f"{name}, float16 in and out"
+    found = [one for one in run.as_called if one.swept]
+    commits = ", ".join(sorted({one.commit or "unknown" for one in found}))
+    note = f"{query.main_format(found).upper()}, float16 in and out, commit {commits}"
     figure = style.new_figure(height, "Time of a call against its tokens", run, note)
     few = {label: {"marker": "o", "markersize": 3.5} for label in style.LAYER_COLORS}
     for i, size in enumerate(sizes):
