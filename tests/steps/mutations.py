@@ -860,6 +860,11 @@ CONVERGED: Final = (
     "barrier orders the loads before the arrival of one lane without counting on that"
 )
 
+MET: Final = (
+    "what a consumer touches comes behind a full stage, and so behind a producer that has waited "
+    "for the launch before: its writes are visible to the whole launch by then"
+)
+
 IN_ORDER: Final = (
     "atomics and stores of a thread to several counters keep their order in the simulator; on a "
     "GPU a counter might be set back too early without it"
@@ -888,6 +893,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
         )
         for acc, i in (("acc1", 1), ("acc1", 2), ("acc", 3))
     },
+    ("wgmma_float16", "w4a16_persistent", "griddepcontrol_wait()", 2, "left out"): MET,
     ("cp_async", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
     (
         "step21_chained_products",
