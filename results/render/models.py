@@ -155,7 +155,7 @@ def experts_in_short(path: Path) -> str:
         return ""
     one, counts = rows[0], ", ".join(str(row["tokens"]) for row in rows)
     return (
-        f"Experts of {one['layer']} ({one['format'].upper()}, both products, {where}): "
+        f"Experts of {one['layer']} ({one['format'].upper()}, both products, {where}):\n"
         f"{', '.join(number(row['pair_us']) for row in rows)} us for {counts} tokens, "
         f"{', '.join(ratio(row['x_torch']) for row in rows)} as fast as torch's `_grouped_mm` in "
         "bfloat16."
