@@ -4,10 +4,12 @@ That their cells are those of the committed runs is what `make docs-check` says.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,3 +294,23 @@ def test_failed_and_stale_rows_are_listed(tree, run) -> None:
 def test_whole_models_that_were_not_measured_are_left_out(tree) -> None:
     for _, made, _ in models.TABLES:
         assert made(tree / "nothing.json") is None
+
+
+def test_experts_in_a_sentence(tmp_path: Path) -> None:
+    """Of the first layer, and of tokens that choose at random, alone."""
+
+    def row(layer: str, tokens: int, routing: str, us: float) -> dict[str, Any]:
+        return {"layer": layer, "tokens": tokens, "routing": routing, "format": "q4_0",
+                "pair_us": us, "x_torch": us / 10}  # fmt: skip
+
+    path = tmp_path / "experts.json"
+    assert models.experts_in_short(path) == ""
+    env = {"gpu": "H9", "git": {"sha": "0123abcd"}, "utc": "2026-11-26T00:00:00Z"}
+    rows = [row("a", 1, "random", 20), row("a", 4, "zipf", 30), row("a", 4, "random", 40),
+            row("b", 1, "random", 50)]  # fmt: skip
+    path.write_text(json.dumps({"env": env, "rows": rows}))
+    told = models.experts_in_short(path)
+    assert told.startswith(
+        "Experts of a (Q4_0, both products, on an H9, 2026-11-26, commit 0123abcd)"
+    )
+    assert "20.0, 40.0 us for 1, 4 tokens, 2.00x, 4.00x as fast" in told
