@@ -110,12 +110,12 @@ def norm_of_token(tokens: int, parts: int) -> NormOfToken:
 
 @cache
 def normed_end(
-    how: Variant, scale: float, output: str, of_bias: str | None, parts: int
+    variant: Variant, scale: float, output: str, of_bias: str | None, parts: int
 ) -> FinalSum:
     """The end of the product after: it reads (norm, mean_of, epsilon, bias), see `launch_normed`.
     parts: partial sums of a token."""
-    plain = final_sum(how.tokens, how.warps, how.warps_k, scale, True, output, of_bias)
-    of_token, write_plain = norm_of_token(how.tokens, parts), plain.write
+    plain = final_sum(variant.tokens, variant.warps, variant.warps_k, scale, True, output, of_bias)
+    of_token, write_plain = norm_of_token(variant.tokens, parts), plain.write
     load_norm, factors = of_token.load_ahead, of_token.factors
 
     @cuda.jit(device=True, forceinline=True)
@@ -138,15 +138,15 @@ def normed_end(
 
 @cache
 def residual_end(
-    name: str, how: Variant, scale: float, of_bias: str | None, parts: int
+    name: str, variant: Variant, scale: float, of_bias: str | None, parts: int
 ) -> FinalSum:
     """The end of the product before, of a storage format: C is x, and it reads (before, mean_of,
     epsilon, h, weight, after, bias), see `launch_residual`. parts: partial sums of a token in
     `before`."""
-    tokens, warps, free = how.tokens, how.warps, how.slot_bytes
+    tokens, warps, free = variant.tokens, variant.warps, variant.slot_bytes
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, WARP * warps
-    of_warps, of_token = warp_sums(tokens, how.warps_k), norm_of_token(tokens, parts)
+    of_warps, of_token = warp_sums(tokens, variant.warps_k), norm_of_token(tokens, parts)
     of_block, add_up = of_warps.output_of, of_warps.add_up
     token_and_feature = of_warps.token_and_feature
     load_norm, factors, n_loads = of_token.load_ahead, of_token.factors, of_token.n_loads
@@ -272,13 +272,13 @@ def launch_residual(
             f"{[m, 1 + grid[0]]}, not {list(after.shape)}"
         )
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    how, name = found.variant, storage_format(fmt).name
-    scale = product_of(name, how, dtype_name(a)).scale
-    end_of = residual_end(name, how, scale, of_bias, before.shape[1] - 1)
-    run = kernel(name, how, dtype_name(a), end_of)
+    variant, name = found.variant, storage_format(fmt).name
+    scale = product_of(name, variant, dtype_name(a)).scale
+    end_of = residual_end(name, variant, scale, of_bias, before.shape[1] - 1)
+    run = kernel(name, variant, dtype_name(a), end_of)
     reads = (before, np.float32(1 / n), np.float32(epsilon), h, weight, after, bias)
-    args = arguments(how, packed, row_scales, a, row_scales, x, found.sizes(k), reads)
-    return Launch(run, grid, (WARP * how.warps,), args, found.shared, overlap=True)
+    args = arguments(variant, packed, row_scales, a, row_scales, x, found.sizes(k), reads)
+    return Launch(run, grid, (WARP * variant.warps,), args, found.shared, overlap=True)
 
 
 def launch_normed(
@@ -293,10 +293,10 @@ def launch_normed(
     (m, k), n = x.shape, out.shape[1]
     found = configuration(fmt, m, n, k)
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    how, name = found.variant, storage_format(fmt).name
-    scale = product_of(name, how, dtype_name(x)).scale
-    end_of = normed_end(how, scale, dtype_name(out), of_bias, norm.shape[1] - 1)
-    run = kernel(name, how, dtype_name(x), end_of)
+    variant, name = found.variant, storage_format(fmt).name
+    scale = product_of(name, variant, dtype_name(x)).scale
+    end_of = normed_end(variant, scale, dtype_name(out), of_bias, norm.shape[1] - 1)
+    run = kernel(name, variant, dtype_name(x), end_of)
     reads = (norm, np.float32(1 / k), np.float32(epsilon), bias)
-    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
-    return Launch(run, found.grid(m, n), (WARP * how.warps,), args, found.shared, overlap=True)
+    args = arguments(variant, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    return Launch(run, found.grid(m, n), (WARP * variant.warps,), args, found.shared, overlap=True)

@@ -35,12 +35,12 @@ GROUP_ROWS: Final = TILE_GROUP * TILE_ROWS
 
 
 @cache
-def gated_end(how: Variant, scale: float, parts: int) -> FinalSum:
+def gated_end(variant: Variant, scale: float, parts: int) -> FinalSum:
     """The end of the product: it reads (norm, mean_of, epsilon), see `launch`. parts: partial sums
     of a token."""
-    tokens, threads = how.tokens, WARP * how.warps
+    tokens, threads = variant.tokens, WARP * variant.warps
     tile_sums = TILE_ROWS * tokens
-    of_warps, of_token = warp_sums(tokens, how.warps_k), norm_of_token(tokens, parts)
+    of_warps, of_token = warp_sums(tokens, variant.warps_k), norm_of_token(tokens, parts)
     token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
     load_norm, factors = of_token.load_ahead, of_token.factors
 
@@ -102,10 +102,10 @@ def launch(fmt: Format, weights: tuple, x: Any, norm: Any, epsilon: float, out: 
         )
     packed, row_scales = weights
     found = configuration(fmt, m, 2 * hidden, k)
-    how, name = found.variant, storage_format(fmt).name
-    end_of = gated_end(how, product_of(name, how, dtype_name(x)).scale, norm.shape[1] - 1)
-    run = kernel(name, how, dtype_name(x), end_of, gated=True)
+    variant, name = found.variant, storage_format(fmt).name
+    end_of = gated_end(variant, product_of(name, variant, dtype_name(x)).scale, norm.shape[1] - 1)
+    run = kernel(name, variant, dtype_name(x), end_of, gated=True)
     reads = (norm, np.float32(1 / k), np.float32(epsilon))
-    args = arguments(how, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
+    args = arguments(variant, packed, row_scales, x, row_scales, out, found.sizes(k), reads)
     grid = found.grid(m, 2 * hidden)
-    return Launch(run, grid, (WARP * how.warps,), args, found.shared, overlap=True)
+    return Launch(run, grid, (WARP * variant.warps,), args, found.shared, overlap=True)

@@ -98,6 +98,8 @@ class BlockScales:
 
     load(smem, offset, lane, half) -> `words` words
         those of the two blocks of one half, 64 K, where all of the tile begin at byte `offset`
+    load_both(d, m, r, smem, tile, lane, half)
+        d[r], m[r] = scales and, if there are any, minima of the packed tile at byte `tile`
     of_block(words, odd, part) -> (of row g, of row g + 8)
         float32, of the first or the second of these blocks; of its part 0 or 1 of 16 K where these
         have scales of their own
@@ -105,6 +107,7 @@ class BlockScales:
 
     words: int
     load: Any
+    load_both: Any
     of_block: Any
 
 
@@ -112,6 +115,7 @@ class BlockScales:
 def block_scales(name: str) -> BlockScales:
     """The device functions of a storage format, for capture in a kernel factory."""
     tile = tile_format(name)
+    scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
 
     @cuda.jit(device=True, forceinline=True)
     def load_32(smem, offset, lane, half):
@@ -143,9 +147,23 @@ def block_scales(name: str) -> BlockScales:
         up = uint32(16 * part)
         return half_to_float(uint32(words[odd]) >> up), half_to_float(uint32(words[2 + odd]) >> up)
 
+    load, n_words, of_block = load_32, 2, of_block_32
     if tile.group < BLOCK:
-        return BlockScales(4, load_16, of_block_16)
-    return BlockScales(2, load_bytes if tile.scale_bytes == 1 else load_32, of_block_32)
+        load, n_words, of_block = load_16, 4, of_block_16
+    elif tile.scale_bytes == 1:
+        load = load_bytes
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_both(d, m, r, smem, tile, lane, half):
+        words = load(smem, tile + scales_at, lane, half)
+        for i in range(n_words):
+            d[r, i] = words[i]
+        if minimum:
+            words = load(smem, tile + minima_at, lane, half)
+            for i in range(n_words):
+                m[r, i] = words[i]
+
+    return BlockScales(n_words, load, load_both, of_block)
 
 
 # --- packed tiles times 16-bit A: scales multiply sums of blocks, nothing is rounded --------------
@@ -190,9 +208,9 @@ def product_a16(
     in the boxes of a tensor map. scaled: weights are multiplied by their scales and rounded to
     float16 (`steps.kernels.parts.weights.halves`), and sums are not; of float16 A alone."""
     tile, numbers, scales = tile_format(name), offset_numbers(name, kind), block_scales(name)
-    tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
-    load, fragments, n_words = tile.load, numbers.fragments, storage_format_named(name).bits
-    load_scales, of_block, n_scales = scales.load, scales.of_block, scales.words
+    tile_bytes, load, n_words = tile.tile_bytes, tile.load, storage_format_named(name).bits
+    fragments, load_scales = numbers.fragments, scales.load_both
+    of_block, n_scales = scales.of_block, scales.words
     minimum, apart = tile.minimum, tile.group < BLOCK  # apart: each 16 K have scales of their own
     terms, multiply_16 = numbers.terms, mma_m16n8k16_f16 if kind == "float16" else mma_m16n8k16_bf16
     groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
@@ -361,13 +379,7 @@ def product_a16(
             x = load(smem, at, lane, half)
             for i in range(n_words):
                 words[r, i] = x[i]
-            y = load_scales(smem, at + scales_at, lane, half)
-            for i in range(n_scales):
-                d[r, i] = y[i]
-            if minimum:
-                y = load_scales(smem, at + minima_at, lane, half)
-                for i in range(n_scales):
-                    m[r, i] = y[i]
+            load_scales(d, m, r, smem, at, lane, half)
         # written out, so that whatever the compiler unrolls `odd` is a constant
         multiply_block(acc, words, d, m, smem, a, offsets, half, 0)
         multiply_block(acc, words, d, m, smem, a, offsets, half, 1)
@@ -450,7 +462,8 @@ def product_a8(name: str, tokens: int) -> Product:
     tile, scales = tile_format(name), block_scales(name)
     tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    load_scales, of_block, n_scales = scales.load, scales.of_block, scales.words
+    load_scales, load_both = scales.load, scales.load_both
+    of_block, n_scales = scales.of_block, scales.words
     apart = tile.group < BLOCK  # 16 K have scales of their own
     assert not (apart and minimum)
     groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
@@ -541,13 +554,7 @@ def product_a8(name: str, tokens: int) -> Product:
             words = fragments(load(smem, at, lane, half))
             for i in range(8):
                 u[r, i] = words[i]
-            scales = load_scales(smem, at + scales_at, lane, half)
-            for i in range(n_scales):
-                d[r, i] = scales[i]
-            if minimum:
-                minima = load_scales(smem, at + minima_at, lane, half)
-                for i in range(n_scales):
-                    m[r, i] = minima[i]
+            load_both(d, m, r, smem, at, lane, half)
         # written out, so that whatever the compiler unrolls `odd` is a constant
         at, at_scales = a + 4 * CHUNK * here * half, a_scales + 2 * SCALE_BYTES * here * half
         multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)

@@ -445,11 +445,11 @@ def gated_walk(tile_bytes: int, warps_n: int) -> PairWalk:
     return PairWalk(own_part, start, advance, is_over, copy, copy_scales)
 
 
-def product_of(name: str, how: Variant, kind: str) -> Product:
+def product_of(name: str, variant: Variant, kind: str) -> Product:
     """The product of a storage format with A of a dtype."""
-    if how.family == "A8":
-        return product_a8(name, how.tokens)
-    return product_a16(name, kind, how.tokens, how.in_boxes, how.scaled)
+    if variant.family == "A8":
+        return product_a8(name, variant.tokens)
+    return product_a16(name, kind, variant.tokens, variant.in_boxes, variant.scaled)
 
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
