@@ -69,17 +69,21 @@ _compiled: dict[tuple, Any] = {}
 
 
 def _compile_device(dispatcher: Any, args: tuple, return_type: Any = None) -> Any:
-    """The compiled device function of these argument types, shared by all that are equal. Kernels
-    are made by factories, for each tile anew, and many of their device functions are the same in
-    all of them. Numba keeps what it compiled of each by itself."""
-    if args in dispatcher.overloads or return_type is not None:
+    """The compiled device function of these argument types and this architecture, shared by all
+    functions that are equal. Kernels are made by factories, for each tile anew, and many of their
+    device functions are the same in all of them. Numba keeps what it compiled of each by itself,
+    and for the first architecture alone."""
+    if return_type is not None:
         return _compile_one(dispatcher, args, return_type)
-    if (text := text_of(dispatcher)) is None:
-        return _compile_one(dispatcher, args)
-    key = text, args, numba_dispatcher.get_current_device().compute_capability
-    if key not in _compiled:
-        _compiled[key] = _compile_one(dispatcher, args)
-    made = dispatcher.overloads[args] = _compiled[key]
+    cc = numba_dispatcher.get_current_device().compute_capability
+    own = dispatcher, args, cc
+    if own not in _compiled:
+        shared = text_of(dispatcher) or dispatcher, args, cc
+        if shared not in _compiled:
+            dispatcher.overloads.pop(args, None)  # of another architecture
+            _compiled[shared] = _compile_one(dispatcher, args)
+        _compiled[own] = _compiled[shared]
+    made = dispatcher.overloads[args] = _compiled[own]
     return made
 
 

@@ -14,7 +14,7 @@ from numba.cuda.typing import signature
 
 from steps.compile import compiler, numba_shortcuts
 from steps.compile.numba_shortcuts import SHORTCUTS, replaced
-from steps.instructions import shfl_xor
+from steps.instructions import griddepcontrol_wait, shfl_xor
 from tests.compile.cubins import INSTRUCTION_BYTES, text_of
 
 WRITTEN_FOR = {
@@ -121,6 +121,29 @@ def test_a_second_kernel_does_not_type_equal_functions_again(
     assert sorted(typed) == ["all_of_it", "pair"], "what captures something else, and who calls it"
     machine_code(2, "sm_80")
     assert sorted(typed) == ["all_of_it", "pair", "scaled", "scaled", "total"]
+
+
+def test_each_architecture_has_device_functions_of_its_own() -> None:
+    """One kernel, whose device function is compiled for sm_90a and then for sm_80, which has not
+    the instruction. `overloads` of a function has no architecture."""
+
+    @cuda.jit(device=True)
+    def waits(x):
+        griddepcontrol_wait()
+        return x * x
+
+    @cuda.jit
+    def square(out):
+        out[0] = waits(out[0])
+
+    def machine_code(arch: str) -> tuple[bytes, int]:
+        found = compiler.machine_code(square, (float32[::1],), arch)
+        return text_of(found.cubin), found.count("ACQBULK")
+
+    newer, older = machine_code("sm_90a"), machine_code("sm_80")
+    assert (newer[1], older[1]) == (1, 0)
+    again = compiler.compile_kernel(square, (float32[::1],), "sm_90a")
+    assert text_of(again.cubin) == newer[0]
 
 
 def test_a_call_is_remembered_by_its_types_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
