@@ -2,8 +2,9 @@
 
 All steps of one format and shape are in one loop of a bench (`results.measure.bench`), shorter than
 those that are recorded, and what is kept is the totals: from float32 A to float32 C and, of steps
-that read and write it, from float16 to float16. A bench has timed most of that already: `of_run`
-takes it from its run. The file is read by `steps.product.tuning_table`.
+that read and write these, from float16 to float16 and from bfloat16 to bfloat16. A bench has timed
+the first two already: `of_run` takes them from its run. The file is read by
+`steps.product.tuning_table`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-from results.measure.bench import Wanted, for_top, top_steps, wanted_of
+from results.measure.bench import Wanted, for_top, top_steps, wanted_in
 from results.measure.protocol import Budget
 from results.record.codec import plain
 from results.record.provenance import remembered, source_hash
@@ -27,8 +28,9 @@ from steps.registry import find, kernel_of, ladder
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """The M at which steps are tuned."""
 
-MEASURED: Final = (("float32", "float32"), ("float16", "float16"))
-"""The dtypes of A and C that a table has times of."""
+OF_A_RUN: Final = ("float32", "float16")
+MEASURED: Final = (*OF_A_RUN, "bfloat16")
+"""The dtypes of A and C that a table has times of, and those that a bench has timed everywhere."""
 
 BUDGET: Final = Budget(
     replay_seconds=2e-3,
@@ -57,14 +59,15 @@ def loops(
 
 def timed_of(work: Work, size: Size) -> list[Wanted]:
     """What is timed of a work: from a dtype to the same."""
-    return [one for one in wanted_of(work, size) if (one.input, one.output) in MEASURED]
+    wanted = [wanted_in(work, size, name) for name in MEASURED if name in work.step.outputs]
+    return [one for one in wanted if one.input == one.output]
 
 
 def entries(rows: Iterable[Row]) -> list[Entry]:
     """The totals of the rows that are right, an entry for each format and shape."""
     found: dict[tuple[str, int, int, int], dict[str, float]] = {}
     for row in rows:
-        if row.status == "ok" and row.total_us and (row.input, row.output) in MEASURED:
+        if row.status == "ok" and row.total_us and row.input == row.output:
             times = found.setdefault((row.format, row.N, row.K, row.M), {})
             times[time_key(row.step, row.family, row.input)] = row.total_us
     return [Entry(*at, dict(sorted(us.items(), key=_by_step))) for at, us in found.items()]
@@ -84,7 +87,7 @@ def of_run(run: Run) -> list[Entry]:
     found = entries(
         row
         for row in run.rows
-        if row.step in tops and row.name == kernel_of(row.step).name
+        if row.step in tops and row.name == kernel_of(row.step).name and row.input in OF_A_RUN
         if row.source_hash == now(row.step, row.name)
     )
     measured: dict[str, set[str]] = {}

@@ -447,8 +447,8 @@ Time = tuple[float, Kernel, Family]
 BFLOAT16_FEW: Final = (1.07, 1.25)
 BFLOAT16_MANY: Final = 1.1
 """Times of bfloat16 over those of float16: in a decode kernel, up to `FEW_TOKENS` and above, where
-float16 meets scaled weights; and in others, which take a pass that makes A float16. Tables have no
-times of bfloat16. Medians over formats and shapes on an H200."""
+float16 meets scaled weights; and in others, which take a pass that makes A float16. For tables that
+have no times of bfloat16. Medians over formats and shapes on an H200."""
 
 BFLOAT16_PASS_US: Final = 2.0
 """What the pass takes at least, of any size."""
@@ -466,7 +466,8 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Requ
             us = entry.us(one.number, family, dtype)
             if us is None:
                 continue
-            if family == "A16" and dtype == "bfloat16":
+            timed = tuning.time_key(one.number, family, dtype) in entry.times
+            if family == "A16" and dtype == "bfloat16" and not timed:
                 if one.most_tokens is None:
                     us = max(us * BFLOAT16_MANY, us + BFLOAT16_PASS_US)
                 else:

@@ -1,8 +1,8 @@
 """Which step is fastest at which shape on which GPU: the small table that `make tune` writes.
 
 The table is `results/<gpu>/tuning.json`: for each format, (N, K) and M the time of every step that
-was tried, from float32 A to float32 C, and from float16 to float16 where the step reads and writes
-that. Between its entries `Tuning.entry` says which one counts:
+was tried, from float32 A to float32 C, and from float16 to float16 and from bfloat16 to bfloat16
+where the step reads and writes that. Between its entries `Tuning.entry` says which one counts:
 
 * of the (N, K) the nearest, by |log2 N/N'| + |log2 K/K'|, as time grows with their product;
 * of the M the two that it lies between: the time of a step that both have is a straight line from
@@ -53,10 +53,11 @@ class Entry:
     below: int | None = None
 
     def us(self, step: int, family: str, input: str = "float32") -> float | None:
-        """The time of a step, None where it was not measured. For A in 16 bits that of float16, or
-        where there is none that of float32."""
-        us = None if input == "float32" else self.times.get(time_key(step, family, "float16"))
-        return self.times.get(time_key(step, family)) if us is None else us
+        """The time of a step, None where it was not measured. Where A in 16 bits has none, that of
+        float16, else that of float32."""
+        instead = ("float32",) if input == "float32" else (input, "float16", "float32")
+        keys = [time_key(step, family, one) for one in instead]
+        return next((self.times[key] for key in keys if key in self.times), None)
 
     @property
     def steps(self) -> frozenset[int]:

@@ -169,6 +169,14 @@ def test_bfloat16_costs_more(tuned: Any) -> None:
         assert chosen(4, a=dtype, c=dtype).kernel.number == step, dtype
 
 
+def test_times_of_bfloat16_count_as_they_are(tuned: Any) -> None:
+    both = entry(16, **{"s14A16": 22.0, "s18A16": 20.0})
+    own = {"14 A16 bfloat16": 22.5, "18 A16 bfloat16": 23.0, "14 A16 float16": 21.0}
+    tuned(table(replace(both, times={**both.times, **own})))
+    for dtype, step in (("float32", 18), ("float16", 18), ("bfloat16", 14)):
+        assert chosen(16, a=dtype, c=dtype).kernel.number == step, dtype
+
+
 @pytest.fixture
 def candidates(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the kernels that are there besides those of the house, or in their place."""
