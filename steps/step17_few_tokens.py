@@ -25,12 +25,13 @@ What is new
     Sums stay in the warps until K is done. Then each stores its 32 x 8, over the rings that nobody
     needs any more, and a thread adds up the 16 sums of one output.
 Why it should help
-    For eight tokens step 16 sends 264 MB of weights through the L2, some 60 us, as was thought (it
-    takes 162, and the worklog says why). Here each weight is read once. To the 11 us of one token
-    come 0.7 for the sums of 16 warps; 1.7 times the instructions for a byte still fit beside the
-    stream. Expect 11.7 us, 5 times. With one token it takes hardly less: it is the same stream.
+    For eight tokens step 16 sends 264 MB of weights through the L2. That was expected to take 60 us
+    (it takes more than twice as long, and the worklog says why). Here each weight is read once. To
+    the 11 us of one token come 0.7 us for the sums of 16 warps. A byte of weights takes 1.7 times
+    as many instructions as in step 16, which still issue while the next bytes arrive. Expect 11.7
+    us, 5 times as fast. One token takes hardly less: the same weights are read.
 What it costs
-    A thread block reads all of A through the L2, 229 KB of it beside 260 KB of weights.
+    A thread block reads all of A through the L2: 229 KB, beside 260 KB of weights.
 Machine code
     LDGSTS of weights and A, LDSM, HFMA2 and HMMA; no BAR.SYNC in the loop.
 Prerequisites

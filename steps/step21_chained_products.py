@@ -17,9 +17,10 @@ What is new
     Each block makes a part of H, and every block needs all of it. They have no barrier and no flag
     for that: the numbers themselves show that they are there. H is handed over in words of memory
     that are zero at first. A block stores two float16 in a word, with all bits inverted. Such a
-    word is never zero: it would have to hold 0xFFFF twice, a NaN that no conversion makes. A thread
-    loads the words it needs from the L2, again and again, until none of them is zero. Blocks that
-    have all of H are counted, and the last one leaves zeros for the next launch.
+    word is never zero: both float16 would have to be 0xFFFF, a NaN that no conversion makes. A
+    thread loads the words it needs from the L2, again and again, until none of them is zero. An
+    atomic counter counts the blocks that have all of H; the last one stores zeros for the next
+    launch.
 
     A producer has two slots under way at most. More would not be faster, and a load of H would have
     to wait behind them.
@@ -28,7 +29,7 @@ Why it should help
     memory is idle for a microsecond, and whenever one of its thread blocks has ended, the next one
     begins with an empty ring. Here the ring begins empty once. To the 18.4 us come 1 us until the
     first weights are there, and 1 us at the end, where some SMs have seven pairs of row tiles of W
-    and others six. Expect 20 us, 1.1 times two launches of step 18.
+    and others six. Expect 20 us, 1.1 times the speed of two launches of step 18.
 What it costs
     All thread blocks must run at once: one that has not begun makes no part of H, and all others
     wait for it. A wait that is too long ends the launch with an error.
@@ -38,7 +39,7 @@ Machine code
     one ATOMG; in the consumers' loop over K SYNCS and no BAR.SYNC.
 Prerequisites
     Steps 18 (packed tiles of few tokens, launches that overlap) and 13 (producers, consumers).
-    `steps/kernels/between/chain.py` makes the products of a whole layer so, for the decoder.
+    `steps/kernels/between/chain.py` does the same with the products of a decoder's whole layer.
 """
 
 from __future__ import annotations

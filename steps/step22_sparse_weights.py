@@ -12,32 +12,33 @@ What is new
         codes                1        13              4   11
         positions            1         3              2    3          two bits each: *metadata*
 
-    wgmma has a variant for a sparse first operand. Its A fragments hold kept weights alone, a
-    register for four K, and another register the positions. Of each column of tokens the tensor
-    cores take the two of four that the positions name: 32 K in the time of 16.
+    wgmma has a variant for a sparse first operand. The operand's fragments hold kept weights alone,
+    one register for each four K; a further register holds their positions. Of each four activations
+    the tensor cores take the two that the positions name: 32 K in the time of 16.
 
         wgmma           a0 a1 a2 a3: 16 of K    tokens: 16 of K    64 x 128 x 16    64 cycles
         wgmma sparse    a0 a1 a2 a3: 32 of K    tokens: 32 of K    64 x 128 x 32    64 cycles
 
-    A product is one block of Q4_0: its fragments have one scale a row. The positions of two
-    products lie in one register, in lanes 0 and 1 of each four for the first, in lanes 2 and 3 for
-    the second: the instruction's *selector* says which.
-    Tiles have 256 features, for the L2's sake (below): a consumer warpgroup has 64 of them in one
-    set of sums and 64 in another. While the tensor cores multiply one set, the weights of the other
-    become float16. Blocks are persistent as in step 14, but share no tiles.
+    The K of one sparse wgmma is one block of Q4_0: its fragments have one scale a row. The
+    positions of two wgmma lie in one register, in lanes 0 and 1 of each four for the first, in
+    lanes 2 and 3 for the second: the instruction's *selector* says which.
+    Tiles have 256 features, so that the L2 keeps up (below). A consumer warpgroup has 64 of them in
+    one accumulator half and 64 in the other. While the tensor cores multiply one half, the weights
+    of the other become float16. Blocks are persistent as in step 14, but share no tiles.
 Why it should help
-    128 K of a tile of 256 x 128 are 16 products with a sparse A, 1024 cycles, where step 14 takes
-    2048 for as much. A product reads 64 bytes of 128 tokens in its 64 cycles, all that shared
-    memory gives: A must come from registers. And the copies of a stage, 46 KB, have half of the
-    time: an SM gets some 45 bytes a cycle of the L2, just enough. (A tile of 128 x 128 would need
-    39 KB in 512 cycles.) Half as many multiplications take less power; as many tokens are read.
-    1.3x was expected at (4096,4096,4096), where it was assumed that copies into shared memory take
-    cycles from those reads. They do not, and it is more (the worklog has both).
+    128 K of a tile of 256 x 128 are 16 sparse wgmma, 1024 cycles, where step 14 takes 2048 for as
+    much. Each reads 64 bytes of each of 128 tokens in its 64 cycles, which is all that shared
+    memory gives: the weights must come from registers. The copies of a stage, 46 KB, have half the
+    time of step 14's: an SM gets some 45 bytes a cycle from the L2, just enough. (A tile of 128 x
+    128 would need 39 KB in 512 cycles.) Half as many multiplications take less power; as many
+    activations are read. 1.3x was expected at (4096,4096,4096), on the assumption that copies into
+    shared memory take cycles from those reads. They do not, and the gain is larger (the worklog has
+    both).
 What it costs
     Accuracy: pruning takes 0.136 of the energy of normal weights, an NMSE twenty times that of Q4_0
     itself, and 0.204 of uniform ones. A model that is not trained again is of no use then. It is a
     lesson: gemm never prunes. A NaN in A does not reach C where all weights it meets are pruned.
-    Few tokens make few tiles, which no blocks share here.
+    Few tokens make few tiles, and here no tile is shared: some SMs have no work.
 Machine code
     HGMMA.SP, eight a stage, with no wait but WARPGROUP.DEPBAR; no spills with 2 x 64 sums a thread.
 Prerequisites
