@@ -88,6 +88,35 @@ def test_products_in_every_format(name: str, step: int | None) -> None:
     assert nmse(c, same_operands(problem.a, problem.blocks)[0]) < A8_WITHIN_A16
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("q4_0", "q5_1", "q8_0"),
+        *(
+            pytest.param(one, marks=pytest.mark.every)
+            for one in ("q4_1", "q5_0", "mxfp4", "iq4_nl", "nvfp4")
+        ),
+    ],
+)
+def test_weights_are_rounded_to_float16_at_most(name: str) -> None:
+    """What `exact` promises, in every kernel and with A of each dtype: row i of A is 1 at K = 7 i
+    alone, so a sum is one weight."""
+    w = Problem(1, 24, 128, name, "normal").blocks
+    for m in (1, 16):
+        a, columns = np.zeros((m, 128), np.float32), 7 * np.arange(m)
+        a[np.arange(m), columns] = 1
+        right = FORMATS[name].dequantize(w).astype(np.float64)[:, columns].T
+        given_as = {"float32": a, "float16": a.astype(np.float16), "bfloat16": bfloat16_bits(a)}
+        for kernel in (one for one in kernels() if "A16" in one.families and name in one.formats):
+            if kernel.accuracy != "exact" or m > (kernel.most_tokens or m):
+                continue
+            for dtype in inputs(kernel, "A16"):
+                step = kernel.number
+                c = api.gemm(given_as[dtype], w, step=step, family="A16", machine=MACHINE)
+                off = np.abs(c - right)
+                assert (off <= 2.0**-11 * np.abs(right) + 2.0**-24 * np.abs(right).max()).all()
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     m=st.integers(1, 5),
