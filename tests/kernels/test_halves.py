@@ -294,6 +294,16 @@ def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
         np.testing.assert_array_equal(bfloat16_values(again), numbers.b)
 
 
+def test_which_passes_overlap() -> None:
+    """Of bfloat16 with a row for each 32 K, but not where the product rounds most rows itself."""
+    for m, k, dtype, overlap in (
+        (128, 4096, np.uint16, True), (127, 4096, np.uint16, False), (448, 14336, np.uint16, True),
+        (512, 4096, np.float32, False), (2305, 4096, np.uint16, False),
+    ):  # fmt: skip
+        (launch,) = float16_rows_of_many(np.zeros((m, k), dtype), Simulator()).launches
+        assert launch.overlap == overlap
+
+
 def test_how_rows_are_read() -> None:
     makes = float16_rows, all_float16_rows, float16_rows_of_many
     for source in ("float32", "float16", "bfloat16"):

@@ -46,6 +46,10 @@ from steps.kernels.parts.activations.rows import (
     token_quantizer,
 )
 
+H200_OVERLAP_K: Final = 32
+"""K for each row up to which the pass of bfloat16 A is launched with overlap. Where rows are fewer
+and longer, its blocks come so early that they hold up the product before."""
+
 
 def float32_quantized_inside(a: Any, machine: Machine) -> Activations:
     """A8 without a pass: the kernel reads float32 A[M, K] and quantizes it to Q8_1 itself, by the
@@ -72,13 +76,14 @@ def all_float16_rows(a: Any, machine: Machine) -> Activations:
 
 
 def _rounded(a: Any, machine: Machine) -> Activations:
-    """The pass of `float16_rows`."""
+    """The pass of `float16_rows`. Of bfloat16 it may begin while the launch before ends."""
     m, k = a.shape
     rounded = machine.empty((m, k), np.float16)
     token_scales = machine.empty((m,), np.float32)
     of = dtype_name(a)
     run, grid = row_rounder(row_loads(k, of), of), row_grid(m, k, of)
-    launch = Launch(run, *grid, (a, rounded, token_scales))
+    overlap = of == "bfloat16" and k <= H200_OVERLAP_K * m
+    launch = Launch(run, *grid, (a, rounded, token_scales), overlap=overlap)
     return Activations((rounded, token_scales), (launch,), "rows")
 
 
@@ -90,7 +95,7 @@ def float16_rows_of_many(a: Any, machine: Machine) -> Activations:
     if dtype_name(a) != "bfloat16" or m <= 2 * H200_FIRST_ROWS:
         return made
     counters = machine.array(np.zeros(ROUNDED_ROWS + ceil_div(m, LEAST_TOKENS), np.int32))
-    first = replace(made.launches[0], grid=(H200_FIRST_ROWS,))
+    first = replace(made.launches[0], grid=(H200_FIRST_ROWS,), overlap=False)
     return Activations((a, *made.arrays, counters), (first,), made.layout)
 
 
