@@ -57,9 +57,9 @@ def boxes_bytes(tokens: int) -> int:
 
 
 def boxes_stride(tokens: int) -> int:
-    """Bytes from the boxes of 128 K to the next. A box of fewer than eight tokens has half of the
-    eight rows after which the swizzle repeats."""
-    return max(BOX_ALIGNMENT, boxes_bytes(tokens))
+    """Bytes from the boxes of 128 K to the next. Each box begins at a multiple of 1024, so that its
+    swizzle begins with its first row."""
+    return 2 * max(BOX_ALIGNMENT, BOX_ROW * tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +307,6 @@ def product_a16(
 
     @cuda.jit(device=True, forceinline=True)
     def place_in_box(a, offsets, half, odd, j):
-        if tokens < 8:  # the second box begins at the fifth of eight rows, swizzled by 4 chunks
-            odd = odd ^ half
         return a + half_bytes * half + offsets[0][odd] + group_bytes * j
 
     place = place_in_box if in_boxes else place_in_row
