@@ -13,12 +13,14 @@ from qformats import FORMATS, dequantize, quantize
 from qformats.repack import tiles
 from qformats.storage import storage_format
 from reference import nmse
+from reference.drawn import random_blocks
 from steps.contract import Launch
 from steps.driver.machines import Simulator
 from steps.kernels.between import chain
 from steps.simulator.errors import Deadlock
 
 EPSILON = 1e-5
+FILES = "q2_k", "q6_k"  # are not written here
 
 
 class Layer:
@@ -32,7 +34,10 @@ class Layer:
         self.w, packed = [], []
         sizes = (width, k_out), (2 * hidden, width), (width, hidden), (n_qkv or 32, width)
         for n, k in sizes:
-            blocks = quantize((rng.standard_normal((n, k)) / k**0.5).astype(np.float32), name)
+            if name in FILES:
+                blocks = random_blocks(rng, n, k, name)
+            else:
+                blocks = quantize((rng.standard_normal((n, k)) / k**0.5).astype(np.float32), name)
             self.w.append(dequantize(blocks).astype(np.float64))
             packed.append(tiles(blocks))
         self.weights = [np.ascontiguousarray(one).view(np.uint8).reshape(-1) for one, _ in packed]
@@ -94,6 +99,9 @@ class Layer:
         ("q4_0", (256, 256, 256, 128), False, 2, 16, 0),  # two K tiles a chunk
         ("q8_0", (128, 640, 128, 96), True, 10, 4, 0),  # a warp has two parts of a row
         ("q5_1", (256, 128, 512, 0), False, 3, 8, -1),  # the last layer; the first part is longer
+        ("mxfp4", (256, 256, 256, 128), False, 2, 16, 0),  # no offsets
+        ("q2_k", (256, 256, 256, 96), False, 2, 8, 0),  # scales of 16 K, and minima
+        ("q6_k", (256, 256, 256, 96), False, 2, 8, 0),  # scales of 16 K
     ],
 )
 def test_products_of_a_layer(

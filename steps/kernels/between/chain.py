@@ -78,7 +78,8 @@ from steps.instructions import (
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
 from steps.kernels.between.deferred_norm import ROOM
-from steps.kernels.decode.product import PAIR, product_a16
+from steps.kernels.decode.one_token import product_of_one, row_of_quad
+from steps.kernels.decode.product import PAIR
 from steps.kernels.parts.activations.gated import silu_times
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
@@ -191,8 +192,12 @@ class Chain:
         return self.norms_at + 16
 
     @property
+    def zeros_at(self) -> int:
+        return ceil_div(self.table_at + 4 * 4 * FIELDS, 16) * 16
+
+    @property
     def shared(self) -> int:
-        return self.table_at + 4 * 4 * FIELDS
+        return self.zeros_at + 16
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -259,8 +264,8 @@ def kernel(layout: Chain) -> Any:
     even_bytes, odd_bytes = of_pair * layout.even, of_pair * layout.odd
     odd_at = sums_at + warps * even_bytes
     more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
-    product = product_a16(layout.format, "float16", 1)
-    places, multiply, scale = product.places, product.multiply, product.scale
+    multiply, scale = product_of_one(layout.format, deep)
+    zeros_at = layout.zeros_at
     tile_bytes = tile_format(layout.format).tile_bytes
 
     @cuda.jit(device=True, forceinline=True)
@@ -391,7 +396,7 @@ def kernel(layout: Chain) -> Any:
     ):  # fmt: skip
         """See `launch`. sizes: (width, hidden, K of out, N of qkv, window)."""
         smem = cuda.shared.array(0, uint8, alignment=128)
-        acc = cuda.local.array(8, float32)
+        acc = cuda.local.array(4, float32)
         griddepcontrol_launch_dependents()
         width, hidden, k_out, n_qkv, window = sizes
         products = int32(4 if n_qkv > 0 else 3)
@@ -405,6 +410,8 @@ def kernel(layout: Chain) -> Any:
             write_table(smem, int32(2), int32(uint32(width) // uint32(ROWS)), False, hidden)
         elif t == 96:
             write_table(smem, int32(3), int32(uint32(n_qkv) // uint32(ROWS)), True, width)
+        elif t == 32 * warps + 32:
+            store_u32x4(smem, zeros_at, uint32(0), uint32(0), uint32(0), uint32(0))
         elif t == 32 * warps:
             for i in range(2 * slots):
                 mbarrier_init(smem, bars_at + 8 * i, 1)
@@ -426,9 +433,6 @@ def kernel(layout: Chain) -> Any:
             # --- the warps that multiply
             more()
             parts = int32(uint32(width) // uint32(ROWS))
-            # one token: from shared memory, or the compiler makes constants anew at each use
-            here = int32(min(entry(smem, int32(0), 3), int32(1)))
-            offsets = places(lane, here, int32(0))
             p, index = int32(0), int32(0)
             while p < products:
                 # read anew in each phase, or one is spilled, and waits behind weights in the L1
@@ -487,7 +491,7 @@ def kernel(layout: Chain) -> Any:
                     if p == 1 and pair == 1 and warp == warps - 1:  # now they are there
                         copy_squares(smem, squares, 0, parts, lane)
                         cp_async_commit()
-                    for r in range(8):
+                    for r in range(4):
                         acc[r] = 0
                     c = warp
                     while c < chunks:
@@ -511,28 +515,17 @@ def kernel(layout: Chain) -> Any:
                                         source = x_next
                                     put(smem, a_at + 2 * k, poll(source, k))
                             cuda.syncwarp()
-                        k = int32(0)
-                        while k < deep * here:  # not unrolled: registers
-                            multiply(
-                                acc, smem, slot * chunk + k * pair_bytes,
-                                a_at + 2 * (of_chunk * c + TILE_K * k), int32(0),
-                                offsets, here, lane,
-                            )  # fmt: skip
-                            k = int32(k + 1)
+                        multiply(acc, smem, slot * chunk, a_at + 2 * of_chunk * c, zeros_at, lane)
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(smem, empty_at + 8 * slot)
                         c = int32(c + warps)
                     t = thread_index()
-                    if t & 3 == 0:
-                        to = int32(sums_at + (t >> 5) * even_bytes)
-                        if p & 1:
-                            to = int32(odd_at + (t >> 5) * odd_bytes)
-                        to = int32(to + of_pair * pair + (t & 31))
-                        store_f32(smem, to, acc[0])
-                        store_f32(smem, to + 32, acc[2])
-                        store_f32(smem, to + 64, acc[4])
-                        store_f32(smem, to + 96, acc[6])
+                    to = int32(sums_at + (t >> 5) * even_bytes)
+                    if p & 1:
+                        to = int32(odd_at + (t >> 5) * odd_bytes)
+                    to = int32(to + of_pair * pair + 32 * (t & 3) + (t & 28))
+                    store_f32(smem, to, row_of_quad(acc, t))
                     pair = int32(pair + 1)
                 index = int32(index + pairs * chunks)
 
