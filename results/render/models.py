@@ -50,7 +50,7 @@ def of_gpus(path: Path) -> Table | None:
     bench, where = _read(path, "bench on GPUs")
 
     def ms(part: str) -> Callable[[Any], str]:
-        return lambda row: number(row["ms"][part])
+        return lambda row: number(row["ms"][part]) if part in row["ms"] else ""
 
     return bench and of_records(
         (
@@ -67,7 +67,7 @@ def of_gpus(path: Path) -> Table | None:
         bench["rows"],
         f"Shapes of two models, random weights in {bench['format'].upper()}, shared by "
         f"{bench['gpus']} GPUs, {where}. Sums: {bench['sums']}. The last two columns are "
-        "the products and the sums of a rank, each alone.",
+        "the products of a rank and the sums that are launches, each alone.",
     )
 
 

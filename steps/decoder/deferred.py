@@ -10,7 +10,8 @@ s needs the `left` of the norm before. Where there is none, that norm is a launc
 silu(gate) * up, without a launch (`steps.kernels.between.gated_product`).
 
 A norm is deferred where both products are one launch of step 18's kernel that reads float16: not
-where a product is several side by side (`Concatenated`), or a sum over ranks.
+where a product is several side by side (`Concatenated`), or a sum over more than two ranks. Two
+GPUs exchange their terms of y within the product before (`parallel.Summed.places`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from qformats import FORMATS
 from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine
 from steps.decoder.model import Product
+from steps.decoder.parallel import Gathered, Joined, Summed
 from steps.kernels.between import add_and_norm, deferred_norm, gated_product
 from steps.kernels.between.eight import EIGHT
 from steps.kernels.decode import bulk
@@ -50,15 +52,17 @@ class DeferredNorms:
         deferred."""
         floats = h.dtype is weight.dtype is torch.float32 and h.is_contiguous()
         few = len(h) <= deferred_norm.MOST_TOKENS and h.shape[1] % EIGHT == 0
-        return floats and few and all(by_step_18(one, len(h)) for one in (before, after))
+        if not floats or not few or (isinstance(before, Summed) and before.places(len(h)) is None):
+            return False
+        return all(by_step_18(own(one), len(h)) for one in (before, after))
 
     def launched(
-        self, rows: Sequence[Tensor], weight: Tensor, epsilon: float, dtype: Any, before: Product
+        self, rows: Sequence[Tensor], weight: Tensor, epsilon: float, dtype: Any, before: Any
     ) -> tuple[Tensor, Tensor]:
         """(x of a dtype, left) of a norm that is a launch, and is followed by the product `before`
         of a deferred one. rows: the residual h, and one or two terms of y, which are added to h in
         place."""
-        h, *terms = rows
+        (h, *terms), before = rows, own(before)
         size = len(h), before.n, before.k
         parts = deferred_norm.partial_sums(FORMATS[before.format], *size)
         x, left = torch.empty_like(h, dtype=dtype), h.new_empty((len(h), 1 + parts))
@@ -66,18 +70,22 @@ class DeferredNorms:
         return x, left
 
     def before(
-        self, product: Product, a: Tensor, h: Tensor, weight: Tensor, epsilon: float, left: Tensor
+        self, product: Any, a: Tensor, h: Tensor, weight: Tensor, epsilon: float, left: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(x, left) of a deferred norm, by the product before it: h += a @ W^T in place. left: that
-        of the norm before."""
+        """(x, left) of a deferred norm, by the product before it: h += a @ W^T in place, of two
+        GPUs the sum of their terms. left: that of the norm before."""
+        places = (isinstance(product, Summed) and product.places(len(h))) or ()
+        product = own(product)
         parts = deferred_norm.partial_sums(FORMATS[product.format], len(h), product.n, product.k)
-        x, own = torch.empty_like(h, dtype=torch.float16), h.new_empty((len(h), 1 + parts))
-        arrays = a, h, weight, left, own, x, *_weights(product)
-        self._launch(of_product_before, arrays, product.format, epsilon)
-        return x, own
+        x, after = torch.empty_like(h, dtype=torch.float16), h.new_empty((len(h), 1 + parts))
+        arrays = a, h, weight, left, after, x, *places, *_weights(product)
+        self._launch(of_product_before, arrays, product.format, epsilon, bool(places))
+        return x, after
 
-    def after(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
+    def after(self, product: Any, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
         """The product after a deferred norm: y [M, N], in the dtype that the product writes."""
+        if isinstance(product, Gathered):
+            return product.gathered(self.after(own(product), x, left, epsilon))
         y = x.new_empty((len(x), product.n), dtype=product.output_dtype(len(x)))
         arrays = x, left, y, *_weights(product)
         self._launch(of_product_after, arrays, product.format, epsilon)
@@ -115,15 +123,20 @@ class DeferredNorms:
                 left = None
                 continue
             around |= {before, after}
-            a = h.new_empty((m, before.k), dtype=torch.float16)
+            a = h.new_empty((m, own(before).k), dtype=torch.float16)
             if left is None:
                 _, left = here.launched((h,), weight, epsilon, torch.float16, before)
             x, left = here.before(before, a, h, weight, epsilon, left)
             if reads_gates is not None and here.takes_gates(after, reads_gates, m):
                 here.gated(after, x, left, epsilon)
             else:
-                here.after(after, x, left, epsilon)
+                here.after(own(after), x, left, epsilon)
         return [*found.values()], around
+
+
+def own(product: Any) -> Any:
+    """This rank's product of one whose y ranks join; else the product."""
+    return product.products[0] if isinstance(product, Joined) else product
 
 
 def by_step_18(product: Any, m: int) -> bool:
@@ -147,10 +160,11 @@ def of_norm(
 
 
 def of_product_before(
-    format: str, epsilon: float, a: Any, h: Any, weight: Any, before: Any, after: Any, x: Any,
-    *weights: Any, machine: Machine,
+    format: str, epsilon: float, shared: bool, a: Any, h: Any, weight: Any, before: Any,
+    after: Any, x: Any, *weights: Any, machine: Machine,
 ) -> Launch:  # fmt: skip
-    rest = a, h, weight, before, epsilon, after, x
+    places, weights = (weights[:2], weights[2:]) if shared else ((), weights)
+    rest = a, h, weight, before, epsilon, after, x, *places
     return deferred_norm.launch_residual(FORMATS[format], weights, *rest)
 
 

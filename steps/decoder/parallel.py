@@ -189,7 +189,7 @@ class Ranks:
         sum, logits side by side, or, where each rank goes on with its own, what it is."""
         kind = name.split(".")[-2]
         if kind in OF_COLUMNS:
-            return Summed(product, self.sums, n)
+            return Summed(product, self.sums, n, OF_COLUMNS.index(kind))
         return Gathered(product, self.group, n) if kind in OF_LOGITS else product
 
     def wait(self) -> None:
@@ -252,12 +252,20 @@ class Summed(Joined):
     """The sum of all ranks' products with their columns of a matrix.
 
     Up to `all_reduce.ONE_SHOT` bytes it is one of float32; more are summed in the dtype of the
-    product, each rank's rounded by itself.
+    product, each rank's rounded by itself. Two GPUs may add up few tokens within the product
+    (`steps.decoder.deferred`).
+
+    turn: 0 or 1, another one than that of the sums before and after it.
     """
 
-    def __init__(self, product: Any, sums: all_reduce.AllReduce, n: int) -> None:
+    def __init__(self, product: Any, sums: all_reduce.AllReduce, n: int, turn: int = 0) -> None:
         super().__init__(product)
-        self.sums, self.n, product.wide = sums, n, all_reduce.ONE_SHOT // 4 // n
+        self.sums, self.n, self.turn = sums, n, turn
+        product.wide = all_reduce.ONE_SHOT // 4 // n
+
+    def places(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Where the product itself can exchange y, see `all_reduce.AllReduce.places`."""
+        return self.sums.places(tokens * self.n, self.turn)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sums(self.products[0](x))
@@ -287,7 +295,10 @@ class Gathered(Joined):
         self.group, self.n = group, n
 
     def forward(self, x: Tensor) -> Tensor:
-        mine = self.products[0](x).contiguous()
+        return self.gathered(self.products[0](x).contiguous())
+
+    def gathered(self, mine: Tensor) -> Tensor:
+        """All ranks' y, of this one's."""
         ranks = distributed.get_world_size(self.group)
         found = mine.new_empty((ranks * len(mine), mine.shape[1]))
         distributed.all_gather_into_tensor(found, mine, group=self.group)

@@ -15,6 +15,8 @@ multiply: `begin` a sum, do other work, then ask for the result. Two sums may be
 
 The first barrier: the other GPU has read what it got there before. The second: copies are there.
 
+A kernel of two GPUs may exchange a small sum by itself, in memory that is here for it (`places`).
+
 Multicast through the NVLink switch is not used.
 """
 
@@ -38,6 +40,9 @@ ONE_SHOT: Final = 1 << 20
 
 EXCHANGED: Final = 1 << 26
 """Bytes of a sum at most that two GPUs exchange: 4096 tokens of 8192 values of 16 bits."""
+
+PLACES: Final = 2
+"""Of small sums that kernels exchange, by turns."""
 
 
 class AllReduce:
@@ -69,6 +74,18 @@ class AllReduce:
         """Whether `count` values are few enough to be summed in float32, to be rounded once. More
         values are summed in the dtype of the product, each rank's y rounded by itself."""
         return 4 * count <= ONE_SHOT
+
+    def places(self, count: int, turn: int) -> tuple[Tensor, Tensor] | None:
+        """Where a kernel exchanges its `count` float32 with the other of two GPUs: (memory where
+        those of the other come, the other's memory for its own). None where kernels cannot, or
+        these are too many.
+
+        It is full of the bytes 0xFF, and a kernel that has read it leaves it so. turn: 0 or 1 in
+        turn, from one sum of this stream to the next, or a sum of another kind between them.
+        """
+        if self._exchange is None or not self.is_small(count):
+            return None
+        return self._exchange.places(count, turn)
 
     def __call__(self, y: Tensor) -> Tensor:
         """The sum of all ranks' y, in its dtype; it may be written over y, which is contiguous."""
@@ -108,12 +125,22 @@ class Exchange:
     def __init__(self, group: Any, device: Any) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        got = symmetric_memory.empty(2 * EXCHANGED, dtype=torch.uint8, device=device)
+        count, large = 2 * EXCHANGED + PLACES * ONE_SHOT, 2 * EXCHANGED
+        got = symmetric_memory.empty(count, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(got, group)
         other = 1 - distributed.get_rank(group)
-        of_other = self._handle.get_buffer(other, (2 * EXCHANGED,), torch.uint8)
-        self._slots = list(zip(got.split(EXCHANGED), of_other.split(EXCHANGED), strict=True))
+        both = got, self._handle.get_buffer(other, (count,), torch.uint8)
+        self._slots = list(zip(*(one[:large].split(EXCHANGED) for one in both), strict=True))
+        got[large:].fill_(0xFF)
+        torch.cuda.synchronize(device)  # the other uses it when all ranks have made theirs
+        small = (one[large:].view(torch.float32).split(ONE_SHOT // 4) for one in both)
+        self._places = list(zip(*small, strict=True))
         self._side = torch.cuda.Stream(device)
+
+    def places(self, count: int, turn: int) -> tuple[Tensor, Tensor]:
+        """See `AllReduce.places`."""
+        here, there = self._places[turn]
+        return here[:count], there[:count]
 
     def begin(self, values: Tensor) -> Callable[[], Tensor]:
         """Copy contiguous values to the other GPU, on the side stream. The function returned waits,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from steps.decoder import files, parallel
+from steps.decoder import files, kernel_operations, parallel
 from steps.decoder.compare import checks
-from steps.decoder.model import generate, torch_products
+from steps.decoder.model import generate, step_products, torch_products
 from steps.decoder.parallel import Gathered, Ranks, Summed
 from steps.nn import all_reduce
 
@@ -45,6 +45,38 @@ def models(paths: list[Any]) -> list[Any]:
     for path in paths:
         exact, tokens = logits_of(path, torch.float64, ranks())
         found.append((exact, logits_of(path, torch.float32, ranks())[0], tokens))
+    return found
+
+
+def on_two_gpus(path: Any) -> dict[int, dict[str, Any]]:
+    """Of 1 and 4 sequences: logits [steps, B, V] of tokens with sums within the products, those of
+    the same tokens with sums that are launches, and of these products `taken` in a token."""
+    from numba import cuda
+
+    rank = distributed.get_rank()
+    torch.cuda.set_device(rank)
+    cuda.select_device(rank)
+    here, do = Ranks(rank, 2, torch.device("cuda", rank)), kernel_operations.Kernels()
+    model = files.load(path, step_products(), device="cuda", operations=do, ranks=here)
+    if rank == 0:
+        model.compile_ahead([("exact", 1), ("exact", 4)], 8, say=lambda _: None)
+    here.wait()
+    found: dict[int, dict[str, Any]] = {}
+    for batch in (1, 4):
+        ids, of = torch.arange(3, 3 + batch, device="cuda")[:, None], found.setdefault(batch, {})
+        with torch.no_grad():
+            tokens, logits = generate(model, ids, 200, keep=True)
+            of["within"] = torch.stack(logits).cpu()
+            of["again"] = torch.stack(generate(model, ids, 200, keep=True)[1]).cpu()
+            h = torch.zeros(batch, model.config.width, device="cuda")
+            norms = [one[:3] for one in model._norms()]
+            of["taken"] = sum(do.deferred.takes(a, b, h, weight) for a, weight, b in norms)
+            deferred, do.deferred = do.deferred, None
+            cache = model.cache(batch, 201)
+            launched = [model.prefill(ids, cache)]
+            launched += [model.step(one, cache) for one in tokens.T[:-1]]
+            of["launched"] = torch.stack(launched).cpu()
+            do.deferred = deferred
     return found
 
 

@@ -6,6 +6,7 @@ The kernels run in the simulator here, on the memory of tensors.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from steps.decoder.model import (
     step_products,
     torch_products,
 )
+from steps.decoder.parallel import Gathered, Summed
 from steps.driver.machines import Simulator
 from steps.kernels.between import chain
 from steps.kernels.decode import bulk, tiles
@@ -180,6 +182,60 @@ def test_norms_are_deferred_where_both_products_can(by_step_18: Any, tmp_path: A
                 *("add_and_norm", product, product),
                 *(product, "swiglu", product, product),
             ]
+    torch.testing.assert_close(found[0], found[1], atol=4e-3 * float(found[1].std()), rtol=0)
+
+
+class Mirrored:
+    """An `AllReduce` of two GPUs whose terms are equal: what one sends comes back to it."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.memory = torch.full((2, 8 * 256), -1, dtype=torch.int32).view(torch.float32)
+
+    def places(self, count: int, turn: int) -> tuple[Any, Any]:
+        self.asked.append(turn)
+        return self.memory[turn, :count], self.memory[turn, :count]
+
+    def begin(self, y: Any) -> Any:
+        return lambda: (y, y)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_norms_are_deferred_behind_sums_of_two_gpus(
+    by_step_18: Any, monkeypatch: Any, tmp_path: Any, batch: int
+) -> None:
+    """All sums are within products, and logits are gathered behind the last norm."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_into_tensor", lambda y, mine, group: y.copy_(mine)
+    )
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", **LLAMA)
+    do, found, ids = between.Kernels(), [], torch.tensor(checks.prompt(files.WORDS, batch))
+    for one in (do, changed(do, deferred=None)):
+        model, sums = files.load(path, step_products("cpu"), operations=one), Mirrored()
+        for layer in model.layers:
+            layer.out = Summed(layer.out, sums, layer.out.n, 0)
+            layer.down = Summed(layer.down, sums, layer.down.n, 1)
+        model.output = Gathered(model.output, None, model.config.vocabulary)
+        asked: list[Any] = []
+        monkeypatch.setattr(
+            parts.parallel_compile,
+            "compile_ahead",
+            lambda wanted, *_, into=asked, **__: into.extend(wanted),
+        )
+        model.compile_ahead([("exact", batch)], 2)
+        assert len([one for one in asked if isinstance(one, OfArrays)]) == (6 if one is do else 0)
+        sums.asked.clear()
+        by_step_18.launched.clear()
+        found.append(model.step(ids, model.cache(batch, 4)))
+        launched = norms_and_products(by_step_18.launched).count("add_and_norm")
+        if one is do:
+            assert launched == 1
+            turns = [turn for turn, _ in itertools.groupby(sums.asked)]
+            assert turns == [0, 1] * len(model.layers)
+            assert (sums.memory.view(torch.int32) == -1).all()
+        else:
+            assert launched == 2 * len(model.layers) + 1
     torch.testing.assert_close(found[0], found[1], atol=4e-3 * float(found[1].std()), rtol=0)
 
 

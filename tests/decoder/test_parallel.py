@@ -25,6 +25,10 @@ from tests.nn.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}
+LARGER = {
+    **{"block_count": 3, "embedding_length": 1024, "feed_forward_length": 2048},
+    **{"attention.head_count": 16, "attention.head_count_kv": 4},
+}
 NINE = {"embedding_length": 288, "attention.head_count": 9, "attention.head_count_kv": 3}
 MODELS: list[tuple[int, str, str, dict[str, Any]]] = [
     (4, "llama", "q4_0", {}),  # two heads of keys and values, of which two ranks share each
@@ -320,6 +324,27 @@ def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: 
             made.layers[0].qkv.packed
         )
         assert len(made.layers[0].qkv.packed) == 1, "what fast steps read is not packed"
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("ranks")
+def test_sums_within_products_on_two_gpus(tmp_path: Any) -> None:
+    """Both GPUs have the same bits, and those of sums that are launches within the rounding of x;
+    so for hundreds of tokens, in a graph, that follow one another."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path = files.write_tiny(tmp_path / "tiny.gguf", **LARGER)
+    kinds = "cpu:gloo,cuda:nccl"
+    first, second = run_on_ranks(2, parallel_cases.on_two_gpus, tmp_path, path, backend=kinds)
+    for batch, found in first.items():
+        assert found["taken"] == 2 * LARGER["block_count"]
+        for case in ("within", "launched"):
+            assert torch.equal(found[case], second[batch][case]), (batch, case)
+        right = found["launched"]
+        torch.testing.assert_close(
+            found["within"], right, atol=2e-2 * float(right.std()), rtol=0, msg=f"batch {batch}"
+        )
+        assert torch.equal(found["again"], found["within"]), "the same bits again"
 
 
 @pytest.mark.gpu

@@ -75,6 +75,7 @@ from steps.instructions import (
     trap,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
+from steps.kernels.between.deferred_norm import load_u32_system, store_u32_system
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,17 @@ def relaxed_small_kernel(source, out):
 
 def relaxed_small_expected(source):
     return (source.astype(np.uint16),)
+
+
+@cuda.jit
+def system_kernel(source, out):
+    """Words in the other order."""
+    t = thread_index()
+    store_u32_system(out, 63 - t, load_u32_system(source, t))
+
+
+def system_expected(source):
+    return (source[::-1].copy(),)
 
 
 @cuda.jit
@@ -980,6 +992,14 @@ CASES = (
         lambda rng: (words(rng, 128),),
         relaxed_words_expected,
         contains=("LDG.E.128.STRONG.GPU", "STG.E.STRONG.GPU", "BPT.TRAP"),
+    ),
+    Case(
+        "system",
+        system_kernel,
+        lambda rng: (words(rng, 64),),
+        system_expected,
+        block=64,
+        contains=("LDG.E.STRONG.SYS", "STG.E.STRONG.SYS"),
     ),
     Case(
         "transpose",

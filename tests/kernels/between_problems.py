@@ -212,10 +212,11 @@ def factor(norm: np.ndarray, width: int, epsilon: float) -> np.ndarray:
 
 def residual_problem(
     of: Any, parts: int = 5, exact: bool = False,
-    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda a, h: None,
+    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda a, h: None, shared: bool = False,
 ) -> Problem:  # fmt: skip
     """The product before a norm. exact: r of the norm before is a power of two, and epsilon 0, so
-    that with small integers h and x have no rounding but that of x to float16."""
+    that with small integers h and x have no rounding but that of x to float16. shared: with another
+    GPU, whose terms of y have come."""
     rng, m, n = np.random.default_rng(of.m), of.m, of.n
     epsilon = 0.0 if exact else EPSILON
     before = norm_before(m, parts, n, of.m, 0.25 if exact else None)
@@ -228,11 +229,20 @@ def residual_problem(
     if exact:
         weight[:] = rng.choice([-2.0, 0.5, 1.0], n)
     spoil(a, h)
-    was = h.copy()
+    was, places, other = h.copy(), [], np.zeros((m, n), np.float32)
+    if shared:
+        other[:] = rng.integers(-9, 10, (m, n)) if exact else 3 * rng.standard_normal((m, n))
+        places = [Output(m * n, "float32"), Output(m * n, "float32")]
+        places[0].array[:] = other.ravel()
 
     def check() -> None:
         with np.errstate(invalid="ignore", over="ignore"):
-            right, off = was + (of.y + of.added), of.off
+            right, off = was + (of.y + of.added + other), of.off
+            if shared:
+                arriving, sent = (one.array for one in places)
+                assert (arriving.view(np.uint32) == deferred_norm.NOTHING).all()
+                close(sent.reshape(m, n), of.y + of.added, off, "float32")
+                off = off + 2 * U * np.abs(other)
             s, by = deferred_norm.ROOM * factor(before, n, epsilon)[:, None], h.astype(np.float64)
             if exact:
                 np.testing.assert_array_equal(h, right)
@@ -254,9 +264,10 @@ def residual_problem(
 
     return Problem(
         lambda machine: deferred_norm.launch_residual(
-            FORMATS[of.format], of.weights, a, h, weight, before, epsilon, after.array, x.array
+            FORMATS[of.format], of.weights, a, h, weight, before, epsilon, after.array, x.array,
+            *(one.array for one in places),
         ),
-        check, [residual, x, after], [a, weight, before, *of.weights],
+        check, [residual, x, after, *places], [a, weight, before, *of.weights],
     )  # fmt: skip
 
 

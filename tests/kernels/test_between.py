@@ -15,6 +15,7 @@ from reference.limits import nmse
 from steps.driver.machines import Simulator
 from steps.kernels.between import add_and_norm, attention, deferred_norm, gated_product
 from steps.kernels.decode import tiles as heuristics
+from steps.simulator.errors import SimulatorError
 from tests.kernels.between_problems import (
     Heads,
     Matrix,
@@ -83,6 +84,20 @@ def test_products_around_a_deferred_norm(m: int, name: str, k: int, exact: bool)
     residual_problem(of, exact=exact).run(Simulator(order))
     normed_problem(of, "float32", exact=exact).run(Simulator(order))
     normed_problem(of, parts=70).run(Simulator(order))
+
+
+@pytest.mark.parametrize(("m", "exact"), [(1, True), (5, False)])
+def test_terms_of_two_gpus_are_added_before_a_deferred_norm(m: int, exact: bool) -> None:
+    """The own ones go to the other's memory; those that have come are taken out of it."""
+    of = Matrix(m, 40, 288, "q4_0", "integer" if exact else "normal")
+    residual_problem(of, exact=exact, shared=True).run(Simulator(ORDERS[m % 4]))
+
+
+def test_a_term_of_another_gpu_is_waited_for() -> None:
+    problem = residual_problem(Matrix(1, 40, 96, "q4_0"), shared=True)
+    problem.outputs[3].array.view(np.uint32)[7] = deferred_norm.NOTHING
+    with pytest.raises(SimulatorError, match=r"deadlock|gives up|wait"):
+        problem.run(Simulator())
 
 
 @pytest.mark.parametrize(

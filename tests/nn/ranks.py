@@ -30,8 +30,9 @@ def run_on_ranks(
     import torch.multiprocessing as processes
 
     processes.set_forkserver_preload(list(IMPORTED))
+    method = "spawn" if "cuda" in backend else "forkserver"  # imports may have begun with the GPU
     processes.start_processes(
-        _rank, (count, work, folder, arguments, backend), count, start_method="forkserver"
+        _rank, (count, work, folder, arguments, backend), count, start_method=method
     )
     return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(count)]
 

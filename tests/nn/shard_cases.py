@@ -652,6 +652,7 @@ def on_gpus() -> str:
             whole = joined(x.to(device)).cpu()
             assert bool(((whole.double() - exact(x, blocks)[0]).abs() <= 0.01 * size + 1e-3).all())
         of_exchange(sums, device)
+        of_experts(device)
         state = layer.state_dict()
         assert torch.equal(state["blocks"], QuantLinear.from_blocks(blocks).blocks)
     return sums.how
@@ -786,6 +787,25 @@ def of_exchange(sums: Any, device: Any) -> None:
             torch.cuda._sleep(1_000_000)  # the other rank waits, or writes what is still read
         assert torch.equal(many(x), x), turn
     assert torch.equal(graphed(many, x), x)
+
+
+def of_experts(device: Any) -> None:
+    """By whole experts and by rows: answers of one process in float32, of ids that are none NaN."""
+    ids = torch.tensor([[0, 4], [3, 1], [2, 2], [1, 0], [-1, 3]])
+    shares = torch.rand(5, 2, generator=torch.Generator().manual_seed(0))
+    x = tensor(5, 64, dtype=torch.float16)
+    wanted = experts_layer()(x.float(), ids, shares)
+    size = wanted.nan_to_num().abs().max()
+    given = x.to(device), ids.to(device), shares.to(device)
+    for kind in ("", "experts", "rows"):
+        layer = experts_layer(torch.float16)
+        if kind:
+            layer.shard(None, kind)
+        y = layer.to(device)(*given).cpu()
+        assert y.dtype == torch.float16
+        assert torch.equal(y.isnan(), wanted.isnan()), kind
+        off = (y.float() - wanted).nan_to_num().abs().max()
+        assert off <= 0.01 * size, (kind, float(off / size))
 
 
 def graphed(layer: Any, x: Any) -> Any:

@@ -8,6 +8,7 @@ GPUs idle, then all of them run the shared one. Both are CUDA graphs, and rank 0
 
 Of what all ranks take, the products of a rank and the sums are also timed alone, one after another
 with nothing between them. The rest is norms, which each rank computes for itself, and attention.
+Sums of few tokens that two GPUs make within products (`steps.decoder.deferred`) have no time alone.
 """
 
 from __future__ import annotations
@@ -56,19 +57,23 @@ def model(
     )
 
 
-def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
-    """The sums of a graph alone, of zeros."""
-    width = decoder.config.width
+def sums(decoder: Decoder, tokens: int) -> Callable[[], None] | None:
+    """The sums of a graph alone, of zeros. None where they are all within products."""
+    h = torch.zeros(tokens, decoder.config.width, device=decoder.device)
+    deferred = decoder.operations.deferred
+    launched = [
+        before
+        for before, weight, after, _ in decoder._norms()
+        if isinstance(before, Summed)
+        and not (deferred is not None and deferred.takes(before, after, h, weight))
+    ]
 
     def work() -> None:
-        for layer in decoder.layers:
-            for product in layer.products:
-                if isinstance(product, Summed):
-                    wide = tokens <= product.products[0].wide
-                    dtype = torch.float32 if wide else torch.float16
-                    product.sums(torch.zeros(tokens, width, dtype=dtype, device=decoder.device))
+        for product in launched:
+            wide = tokens <= product.products[0].wide
+            product.sums(torch.zeros_like(h, dtype=torch.float32 if wide else torch.float16))
 
-    return one_gpu.captured(work)
+    return one_gpu.captured(work) if launched else None
 
 
 def row(
@@ -85,7 +90,8 @@ def row(
 
     took: seconds of one GPU and of all in each round of `tokens` and so many graphs. parts: of
     the products and the sums of one graph. ms: of a graph: of one GPU, of all, and of these the
-    products and the sums alone. spread: (80 % - 20 % quantile) / median of all GPUs together.
+    products and, where these are launches, the sums alone. spread: (80 % - 20 % quantile) / median
+    of all GPUs together.
     """
     one, every = map(Timing.of, took)
     return {
@@ -132,7 +138,9 @@ def of_model(
         took = one_gpu.in_turn((alone, together), ROUNDS, ranks.wait)
         works = {"products": one_gpu.products(shared, kind, count), "sums": sums(shared, count)}
         parts = {
-            part: one_gpu.in_turn((work,), ROUNDS, ranks.wait)[0] for part, work in works.items()
+            part: one_gpu.in_turn((work,), ROUNDS, ranks.wait)[0]
+            for part, work in works.items()
+            if work is not None
         }
         if ranks.rank == 0:
             rows.append(row(name, case, ranks.count, tokens, graphs, took, parts))

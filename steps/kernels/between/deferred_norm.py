@@ -16,23 +16,43 @@ before A, or each warp would wait for them behind the weights of all SMs.
 between two norms. What is stored below 2^-14 has fewer than 11 bits: with g = 1 values below 0.004,
 to within 2e-6.
 Up to `MOST_TOKENS` tokens, as a thread's outputs must be of one token.
+
+**Of two GPUs** that share K, each has a term of y. The thread that has an output stores its term to
+memory of the other GPU, and polls its own for the other's term: no launch, and no barrier.
+
+    product before    term to the other GPU | poll the other's | h += both | x, sums of h^2
+
+Memory that is polled is full of `NOTHING`, and the thread that has read a term leaves it so. What a
+GPU stores next to the same place must come later than that: a sum in between is enough, as it needs
+terms of launches that follow.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
 from qformats.repack import TILE_ROWS
 from qformats.storage import storage_format
 from steps.contract import Launch, Shape, dtype_name
-from steps.instructions import float_to_half, load_f32, shfl_xor, store_f32, store_u16
+from steps.instructions import (
+    as_bits,
+    as_float,
+    float_to_half,
+    load_f32,
+    shfl_xor,
+    store_f32,
+    store_u16,
+    trap,
+)
 from steps.instructions.approximate import reciprocal, rsqrt
+from steps.instructions.define import GLOBAL, ptx
 from steps.kernels.decode.bulk import arguments, kernel
 from steps.kernels.decode.final_sum import FinalSum, final_sum, warp_sums
 from steps.kernels.decode.tiles import TileConfiguration, Variant, product_of, tile_configuration
@@ -46,6 +66,11 @@ ROOM: Final = 1 / 64
 BESIDE: Final = 128
 """Threads of attention, beside which the product before a norm has room for its registers. Formats
 with minima or scales of 16 K would have to spill some, and get as many as they need."""
+
+NOTHING: Final = 0xFFFFFFFF
+"""A float32 NaN that no instruction makes: where a term of the other GPU has yet to come."""
+POLLS: Final = 1 << 30
+"""Of a term at most: some ten minutes, as the other GPU's process may have a kernel to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +161,52 @@ def normed_end(
     return FinalSum(plain.store, of_token.n_loads, load_ahead, prologue, write)
 
 
+@ptx("st.relaxed.sys.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
+def store_u32_system(lane, array, index, value):
+    """4 bytes to array[index], which may be of another GPU. STG.E.STRONG.SYS."""
+    array.store_relaxed(index, struct.pack("<I", value))
+
+
+@ptx(
+    "ld.relaxed.sys.global.u32 $0, [$1];",
+    returns=uint32,
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u32_system(lane, array, index):
+    """4 bytes at array[index], where another GPU may store. LDG.E.STRONG.SYS."""
+    return struct.unpack_from("<I", array.bytes, array.locate_relaxed(index, 4))[0]
+
+
+@cuda.jit(device=True, forceinline=True)
+def own_alone(reads, at, term):
+    return term
+
+
+@cuda.jit(device=True, forceinline=True)
+def with_other(reads, at, term):
+    """The sum of both GPUs' terms of output `at`: the same bits on both."""
+    arriving, remote = reads[7], reads[8]
+    store_u32_system(remote, at, as_bits(term))
+    other, polls = load_u32_system(arriving, at), int32(0)
+    while other == uint32(NOTHING):
+        other = load_u32_system(arriving, at)
+        polls = int32(polls + 1)
+        if polls > int32(POLLS):
+            trap()
+    store_u32_system(arriving, at, uint32(NOTHING))
+    return term + as_float(other)
+
+
 @cache
 def residual_end(
-    name: str, variant: Variant, scale: float, of_bias: str | None, parts: int
+    name: str, variant: Variant, scale: float, of_bias: str | None, parts: int, shared: bool
 ) -> FinalSum:
     """The end of the product before, of a storage format: C is x, and it reads (before, mean_of,
-    epsilon, h, weight, after, bias), see `launch_residual`. parts: partial sums of a token in
-    `before`."""
+    epsilon, h, weight, after, bias) and, `shared`, (arriving, remote), see `launch_residual`.
+    parts: partial sums of a token in `before`."""
+    of_both = with_other if shared else own_alone
     tokens, warps, free = variant.tokens, variant.warps, variant.slot_bytes
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, WARP * warps
@@ -171,13 +235,13 @@ def residual_end(
 
     @cuda.jit(device=True, forceinline=True)
     def load_ahead(loaded, c, _, reads, m0, first, end, t):
-        before, _, _, h, weight, _, _ = reads
+        before, h, weight = reads[0], reads[3], reads[4]
         load_norm(loaded, before, m0, int32(c.shape[0]), t)
         loaded[n_loads], loaded[n_loads + 1] = load(h, weight, m0, first, end, t)
 
     @cuda.jit(device=True, forceinline=True)
     def prologue(loaded, reads, t):
-        _, mean_of, epsilon, _, _, _, _ = reads
+        mean_of, epsilon = reads[1], reads[2]
         _, s = factors(loaded, mean_of, epsilon, t)
         return s * float32(ROOM), loaded[n_loads], loaded[n_loads + 1]
 
@@ -207,7 +271,7 @@ def residual_end(
 
     @cuda.jit(device=True, forceinline=True)
     def write(smem, sums, row_scales_at, c, _, reads, own, m0, here, first, end, t):
-        _, _, _, h, weight, after, bias = reads
+        h, weight, after, bias = reads[3], reads[4], reads[5], reads[6]
         N = int32(c.shape[1])
         s, old, w = own
         squares = float32(0)
@@ -220,9 +284,9 @@ def residual_end(
                 total = total * row_scale
                 if biased:
                     total += load_bias(bias, n)
-                total += old
-                squares += total * total
                 at = int64(m0 + token) * N + n
+                total = old + of_both(reads, at, total)
+                squares += total * total
                 store_f32(h, at, total)
                 store_u16(c, at, float_to_half(total * s * w))
             i = int32(i + threads)
@@ -250,7 +314,7 @@ def partial_sums(fmt: Format, m: int, n: int, k: int) -> int:
 
 def launch_residual(
     fmt: Format, weights: tuple, a: Any, h: Any, weight: Any, before: Any, epsilon: float,
-    after: Any, x: Any,
+    after: Any, x: Any, arriving: Any = None, remote: Any = None,
 ) -> Launch:  # fmt: skip
     """h += a @ dequantize(W)^T (+ bias), and x = h * weight * s: all but the last factor, r / s, of
     the norm of h.
@@ -261,6 +325,8 @@ def launch_residual(
     before  : float32 [M, 1 + any]: the norm before, in the form of `after`. s is its r * `ROOM`.
     after   : float32 [M, 1 + `partial_sums`]: of each token s, and the sums of h^2 of parts of its
               row. r = rsqrt(their sum / N + epsilon).
+    arriving, remote : float32 [M * N], of two GPUs: where the other one's terms of y come, full of
+              `NOTHING`, and the memory of the other one where they come there.
     ValueError for more than `MOST_TOKENS` tokens, or an `after` of another shape.
     """
     (m, k), n = a.shape, h.shape[1]
@@ -274,9 +340,10 @@ def launch_residual(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     variant, name = found.variant, storage_format(fmt).name
     scale = product_of(name, variant, dtype_name(a)).scale
-    end_of = residual_end(name, variant, scale, of_bias, before.shape[1] - 1)
+    end_of = residual_end(name, variant, scale, of_bias, before.shape[1] - 1, remote is not None)
     run = kernel(name, variant, dtype_name(a), end_of)
-    reads = (before, np.float32(1 / n), np.float32(epsilon), h, weight, after, bias)
+    places = () if remote is None else (arriving, remote)
+    reads = (before, np.float32(1 / n), np.float32(epsilon), h, weight, after, bias, *places)
     args = arguments(variant, packed, row_scales, a, row_scales, x, found.sizes(k), reads)
     return Launch(run, grid, (WARP * variant.warps,), args, found.shared, overlap=True)
 
