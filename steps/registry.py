@@ -83,8 +83,8 @@ def find(number: int) -> Step:
     for step in (*ladder(), *_registered.values()):
         if step.number == number:
             return step
-    numbers = ", ".join(str(step.number) for step in ladder())
-    raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")
+    first, *_, last = (step.number for step in ladder())
+    raise ValueError(f"there is no step {number}: the ladder has steps {first} to {last}")
 
 
 def parent_of(step: Step) -> int | None:

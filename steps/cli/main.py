@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        if step := re.match(r"argument COMMAND: invalid choice: '(?:step)?0?(\d+)'", message):
+            message = f"a step is no command: name one before it, such as `run {step[1]}`"
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{where} {args.command}"
         if others:
             what = " ".join(others)
-            _parser().error(f"{args.command} does not know {what}; see `{args.command} -h`")
+            _parser().error(f"{args.command} does not know {what}; see `{where} -h`")
         args.argv = list(argv)
         status: int = _command(args.runs)(args)
         sys.stdout.flush()
@@ -60,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from qformats.terminal import sentence  # the package is there: no ModuleNotFoundError
 
-        print(f"{where}: {sentence(str(error))}", file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:  # not "[Errno 2] No such ..."
+            said = f"{error.filename}: {error.strerror}"
+        print(f"{where}: {sentence(said)}", file=sys.stderr)
         return 2
 
 
@@ -237,7 +242,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     )),
     "bench": (
         "bench:bench",
-        "measure what is missing or stale of the matrix, beside cuBLAS and Humming", (
+        "measure what is missing or stale of the matrix, beside cuBLAS", (
         STEPS, OWN, *DATA,
         _flag("--fresh", "measure all of it again"),
         _option("--only", choices=("steps", "home", "calls", "sweep"),

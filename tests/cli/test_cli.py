@@ -217,7 +217,7 @@ NEEDS_A_GPU = [
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "99"], "there is no step 99: the ladder has steps 1, 2"),
+        (["run", "99"], "there is no step 99: the ladder has steps 1 to "),
         (["run", "four"], "'four' is not a step"),
         (["run", "1", "--k", "33"], "K=33 is not a multiple of the block of 32: use 64"),
         (["run", "1", "--m", "0"], "'0' is not a positive whole number"),
@@ -239,6 +239,8 @@ NEEDS_A_GPU = [
         (["sass", "1", "--activations"], "has no activation pass"),
         (["launch"], "STEP"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["step4"], "a step is no command: name one before it, such as `run 4`"),
+        (["tune", "--run", "no/run.json"], "no/run.json: No such file or directory"),
         (["chat", "--ids", "1"], "chat does not know --ids"),
         (["quality", "--gpus", "2"], "quality does not know --gpus"),
         ([], "COMMAND"),

@@ -82,7 +82,9 @@ def test_no_tokens_give_an_empty_product(dtype, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("step", [None, 1, 3])
 def test_products_in_every_format(name: str, step: int | None) -> None:
     problem = Problem(3, 5, 96, name)
+    before = problem.a.tobytes(), problem.blocks.tobytes()
     c = api.gemm(problem.a, problem.blocks, step=step, machine=MACHINE)
+    assert (problem.a.tobytes(), problem.blocks.tobytes()) == before
     assert c.dtype == np.float32
     assert c.shape == (3, 5)
     assert nmse(c, same_operands(problem.a, problem.blocks)[0]) < A8_WITHIN_A16
@@ -268,6 +270,7 @@ READ_ONLY.setflags(write=False)
         (A.astype(np.float64), W, {}, TypeError, "a must be float32, .* bfloat16, got float64"),
         (A.astype(">f4"), W, {}, TypeError, "a must be float32, float16 or bfloat16, got >f4"),
         (A[0], W, {}, ValueError, "a must have 2 dimensions, got 1"),
+        (A[None], W, {}, ValueError, "a must have 2 dimensions, got 3"),
         (A[:, ::2], W, {}, ValueError, r"a must be C-contiguous, got strides \(256, 8\)"),
         (np.asfortranarray(A), W, {}, ValueError, "a must be C-contiguous"),
         (A[:, :0], W, {}, ValueError, r"a has no columns: its shape is \(2, 0\)"),

@@ -46,7 +46,7 @@ def test_every_step_is_reached_by_reading_on() -> None:
 
 
 def test_an_unknown_number_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"there is no step 99: the ladder has steps 1, 2, 3"):
+    with pytest.raises(ValueError, match=r"there is no step 99: the ladder has steps 1 to "):
         find(99)
 
 
