@@ -8,7 +8,9 @@
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
 torch is an extra of this project. `layer.shard(mesh, "column")`, or "row", keeps one rank's share
-(`steps.nn.shard`); DistributedDataParallel leaves blocks alone (`keep_out_of_ddp`).
+(`steps.nn.shard`), as does FSDP2 of torch 2.13 (`steps.nn.fsdp`); DistributedDataParallel leaves
+blocks alone (`keep_out_of_ddp`). Gradients go through frozen layers to adapters
+(`steps.nn.adapters`; times in results/worklog/layers.md).
 
 State dicts. `blocks` are uint8 [N, bytes of a row], ggml's own bytes. `_extra_state` says their
 format and version in ASCII, uint8: "q4_0, version 1". Blocks of another format, and those without
