@@ -2,9 +2,10 @@
 
     norm, qkv | attention | chain | attention | chain ... attention | chain, without qkv | logits
 
-A layer is chained where each of its products would be step 18's kernel in float16, all in one
-format and without a bias but for that of queries, keys and values, and where their sizes divide
-into shares of this GPU (`Chains.takes`). Otherwise it is as `steps.decoder.deferred` has it.
+A layer is chained where each of its products would be step 18's kernel in float16, without a bias
+but for that of queries, keys and values, and where their sizes divide into shares of this GPU
+(`Chains.takes`). Otherwise it is as `steps.decoder.deferred` has it. Products have formats of their
+own; one kernel is for all that a model's layers have. Queries, keys and values may have two.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from qformats.storage import storage_format
 from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine, multiprocessors
 from steps.decoder.deferred import DeferredNorms, by_step_18
+from steps.decoder.model import Concatenated
 from steps.kernels.between import chain
 from steps.kernels.decode import bulk
 from steps.nn import operator as operator
@@ -34,11 +36,15 @@ class Memory:
     """What thread blocks of a chain show each other, for each layer. Of a sequence: launches that
     may run at the same time need memory of their own.
 
-    layers: of each (x before gates, silu(gate) * up, x before qkv, float16; the sums of h^2 before
-    gates, and `left` before qkv, float32, see `steps.decoder.deferred`), all of them `NOTHING`.
+    formats: of all products of the model (`formats_of`). layers: of each (x before gates,
+    silu(gate) * up, x before qkv, float16; the sums of h^2 before gates, and `left` before qkv,
+    float32, see `steps.decoder.deferred`), all of them `NOTHING`.
     """
 
-    def __init__(self, layers: int, width: int, hidden: int, device: Any) -> None:
+    def __init__(
+        self, formats: tuple[str, ...], layers: int, width: int, hidden: int, device: Any
+    ) -> None:
+        self.formats = formats
         parts, half, full = width // chain.ROWS, torch.float16, torch.float32
         sizes = (width, half), (hidden, half), (width, half), (parts, full), (1 + parts, full)
         places = [0]
@@ -67,52 +73,59 @@ class Chains:
     def takes(self, layers: Sequence[Layer]) -> bool:
         """Whether all layers of a model can be chained."""
         first = layers[0]
+        if any(layer.mixture is not None for layer in layers):
+            return False
+        products = [one for layer in layers for each in layer.products for one in _parts(each)]
+        norms = [one for layer in layers for one in (layer.before_attention, layer.before_hidden)]
+        if not all(
+            by_step_18(one, 1) and one.output_dtype(1) is torch.float16 for one in products
+        ) or any(one.dtype is not torch.float32 for one in norms):
+            return False
+        blocks, formats = chain.thread_blocks(multiprocessors()), formats_of(layers)
         alike = all(
-            by_step_18(one, 1)
-            and (one.format, one.n, one.k) == (like.format, like.n, like.k)
-            and (one.bias is None) == (like.bias is None)
+            _size(one) == _size(like)
             for layer in layers
-            if layer.mixture is None
             for one, like in zip(layer.products, first.products, strict=True)
         )
-        if not alike or any(layer.mixture is not None for layer in layers):
-            return False
-        qkv, *others = first.products
-        norms = (one for layer in layers for one in (layer.before_attention, layer.before_hidden))
+        sizes = {_sizes(layer, qkv) for layer in layers for qkv in (layer.qkv, None)}
         return (
-            all(one.format == qkv.format and one.bias is None for one in others)
-            and all(one.output_dtype(1) is torch.float16 for one in first.products)
-            and all(one.dtype is torch.float32 for one in norms)
-            and chain.supports(*_sizes(first, qkv), chain.thread_blocks(multiprocessors()))
+            alike
+            and not any(_biased(one) for one in first.products[1:])
+            and all(len(_parts(one)) == 1 for layer in layers for one in layer.products[1:])
+            and all(chain.supports(formats, *one, blocks) for one in sizes)
             and chain.runs_here()
         )
 
     def memory(self, layers: Sequence[Layer]) -> Memory:
         first = layers[0]
-        return Memory(len(layers), first.down.n, first.down.k, first.before_hidden.device)
+        sizes = len(layers), first.down.n, first.down.k
+        return Memory(formats_of(layers), *sizes, first.before_hidden.device)
 
     def of_layer(
         self, layer: Layer, weight: Tensor, qkv: Any, a: Tensor, h: Tensor, left: Tensor,
-        memory: Sequence[Tensor], epsilon: float,
+        memory: Sequence[Tensor], formats: tuple[str, ...], epsilon: float,
     ) -> Tensor | None:  # fmt: skip
         """The queries, keys and values [1, N] of the next layer, of attention's a [1, K], and h of
         this one behind `down` in place. left: that of the norm before `layer.out`.
 
         weight, qkv: of the next norm, and the product behind it. Where that is None there is no
-        next layer, and the norm is in `memory`, as a deferred one is: x and left.
+        next layer, and the norm is in `memory`, as a deferred one is: x and left. formats: of
+        all chains of the model.
         """
-        products = layer.out, layer.gate_up, layer.down, qkv or layer.down
+        parts = () if qkv is None else _parts(qkv)
+        products = layer.out, layer.gate_up, layer.down, *parts
         packed = [one.packed[bulk.KERNEL.pack.__name__] for one in products]
-        of_qkv: list[Tensor] = []
-        if qkv is not None:
-            of_qkv = [a.new_empty((1, qkv.n)), *(() if qkv.bias is None else (qkv.bias,))]
+        biases = [one.bias for one in parts if one.bias is not None]
+        y = [a.new_empty((1, sum(_features(qkv))))] if parts else []
         arrays = (
-            *(weights for weights, _ in packed), *(scales for _, scales in packed),
-            layer.before_hidden, weight, a, h, left, *memory, *of_qkv,
+            layer.before_hidden, weight, a, h, left, *memory, *(weights for weights, _ in packed),
+            *(scales for _, scales in packed), *biases, *y,
         )  # fmt: skip
         flat = [one.view(-1) for one in arrays]
-        self._launch(of_chain, flat, layer.out.format, epsilon)
-        return of_qkv[0] if of_qkv else None
+        names = tuple(_stored_as(one) for one in products)
+        features = tuple(one.n for one in parts)
+        self._launch(of_chain, flat, formats, names, features, epsilon)
+        return y[0] if parts else None
 
     def ahead(
         self, layers: Sequence[Layer], norm: Tensor, output: Any, epsilon: float
@@ -130,9 +143,9 @@ class Chains:
         h = norm.new_empty((1, first.down.n))
         a = h.new_empty((1, first.out.k), dtype=torch.float16)
         x, left = norms.launched((h,), norm, epsilon, torch.float16, first.out)
-        memory = self.memory(layers[:1]).layers[0]
-        for layer, qkv in ((first, first.qkv), (last, None)):
-            here.of_layer(layer, norm, qkv, a, h, left, memory, epsilon)
+        memory, formats = self.memory(layers[:1]).layers[0], formats_of(layers)
+        for layer, qkv in zip(layers, (*(one.qkv for one in layers[1:]), None), strict=True):
+            here.of_layer(layer, norm, qkv, a, h, left, memory, formats, epsilon)
             left = memory[-1]
         around = {one for layer in layers for one in layer.products} - {first.qkv}
         if norms.takes(last.down, output, h, norm):
@@ -141,16 +154,49 @@ class Chains:
         return [*found.values()], around
 
 
-def _sizes(layer: Layer, qkv: Any) -> tuple[str, int, int, int, int, bool]:
-    """As `steps.kernels.between.chain.chain_of` takes them."""
-    name = storage_format(FORMATS[layer.out.format]).name
-    n_qkv, biased = (0, False) if qkv is None else (qkv.n, qkv.bias is not None)
-    return name, layer.down.n, layer.down.k, layer.out.k, n_qkv, biased
+def formats_of(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """Storage formats of all that layers multiply, in the order of their names."""
+    products = (one for layer in layers for each in layer.products for one in _parts(each))
+    return tuple(sorted({_stored_as(one) for one in products}))
 
 
-def of_chain(format: str, epsilon: float, *arrays: Any, machine: Machine) -> Launch:
-    weights, scales, norms, place = arrays[:4], arrays[4:8], arrays[8:10], arrays[10:18]
-    y, bias = (*arrays[18:], None, None)[:2]
-    name = storage_format(FORMATS[format]).name
-    rest = epsilon, chain.thread_blocks(multiprocessors())
-    return chain.launch(name, weights, scales, norms, place, y, bias, *rest)
+def _parts(product: Any) -> tuple[Any, ...]:
+    """The matrices of a product, each in one format."""
+    return tuple(product.products) if isinstance(product, Concatenated) else (product,)
+
+
+def _stored_as(product: Any) -> str:
+    return storage_format(FORMATS[product.format]).name
+
+
+def _features(product: Any) -> tuple[int, ...]:
+    return tuple(one.n for one in _parts(product))
+
+
+def _size(product: Any) -> tuple[int, int, bool]:
+    """(features, K, whether there is a bias)."""
+    return sum(_features(product)), _parts(product)[0].k, _biased(product)
+
+
+def _biased(product: Any) -> bool:
+    return any(one.bias is not None for one in _parts(product))
+
+
+def _sizes(layer: Layer, qkv: Any) -> tuple[int, int, int, tuple[int, ...], bool]:
+    """As `steps.kernels.between.chain.chain_of` takes them behind formats. qkv: of the next layer,
+    None behind the last."""
+    features, biased = ((), False) if qkv is None else (_features(qkv), _biased(qkv))
+    return layer.down.n, layer.down.k, layer.out.k, features, biased
+
+
+def of_chain(
+    formats: tuple[str, ...], names: tuple[str, ...], qkv: tuple[int, ...], epsilon: float,
+    *arrays: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    norms, place, arrays = arrays[:2], arrays[2:10], arrays[10:]
+    count = len(names)
+    weights, scales, rest = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+    y, biases = (rest[-1], rest[:-1]) if qkv else (None, ())
+    operands = weights, scales, norms, place, y, biases, qkv
+    blocks = chain.thread_blocks(multiprocessors())
+    return chain.launch(formats, names, *operands, epsilon, blocks)

@@ -10,7 +10,7 @@ they are read, so that `operations.rotary` knows one order.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -462,6 +462,7 @@ def write_tiny(
     architecture: str = "llama",
     factors: np.ndarray | None = None,
     words: int = WORDS,
+    formats: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Path:
     """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
@@ -474,7 +475,7 @@ def write_tiny(
     which the last ones then have no names (for transformers, which takes seconds to read many).
     Weights are normal, of such a size that logits are a few units apart; weights of norms are near
     1, in float32. dequantized: the same weights, but in float32. tied: the logits use the
-    embedding's matrix.
+    embedding's matrix. formats: of tensors that have another one, by name.
     """
     rng, kind = np.random.default_rng(seed), ARCHITECTURES.get(architecture, Architecture("normal"))
     sizes = TINY | (TINY_EXPERTS if kind.experts else {}) | changes
@@ -503,12 +504,13 @@ def write_tiny(
     def matrix(name: str, *shape: int, size: float = 1.0, more: Any = 0.0) -> None:
         values = rng.standard_normal(shape, dtype=np.float32) * np.float32(size * shape[-1] ** -0.5)
         values += more
-        blocks = quantize(values, format_name)
+        own = (formats or {}).get(name, format_name)
+        blocks = quantize(values, own)
         if dequantized:
             writer.add_tensor(name, dequantize(blocks))
             return
         raw = blocks.view(np.uint8).reshape(*shape[:-1], -1)
-        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[format_name.upper()])
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[own.upper()])
 
     def norm(name: str, count: int = width) -> None:
         writer.add_tensor(name, 1 + rng.standard_normal(count, dtype=np.float32) / 8)

@@ -602,7 +602,7 @@ class Decoder:
             cached = keys_values, part.position, cache.cos, cache.sin
             a = do.attention(qkv, *cached, self.config.heads, torch.float16, layer.head_norms)
             following = after if layer is not last else None
-            given = a, part.h, left, memory, epsilon
+            given = a, part.h, left, memory, cache.shown.formats, epsilon
             qkv = do.chains.of_layer(layer, weight, following, *given)
             x, left = memory[2].view(1, -1), memory[4].view(1, -1)
         if self._defers(part, last.down, self.norm, self.output):

@@ -3,6 +3,7 @@ wait for each other. On a GPU the decoder's tests run it with shapes of Llama 3 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,20 +21,24 @@ from steps.kernels.between import chain
 from steps.simulator.errors import Deadlock
 
 EPSILON = 1e-5
-FILES = "q2_k", "q6_k"  # are not written here
+FILES = "q2_k", "q4_k", "q5_k", "q6_k"  # are not written here
 
 
 class Layer:
-    """A layer's weights and inputs, and where blocks show each other what they have."""
+    """A layer's weights and inputs, and where blocks show each other what they have. names: the
+    format of all weights, or those of out, gates and ups, down, qkv, and of its last features."""
 
     def __init__(
-        self, name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool
+        self, names: str, width: int, hidden: int, k_out: int, qkv: Sequence[int], biased: bool
     ) -> None:
         rng = np.random.default_rng(1)
-        self.name, self.machine = name, Simulator()
-        self.w, packed = [], []
-        sizes = (width, k_out), (2 * hidden, width), (width, hidden), (n_qkv or 32, width)
-        for n, k in sizes:
+        self.names, self.machine, n_qkv = names.split(), Simulator(), sum(qkv)
+        self.w, self.qkv = [], qkv
+        packed: list[Any] = []
+        sizes = (width, k_out), (2 * hidden, width), (width, hidden), *((n, width) for n in qkv)
+        if len(self.names) == 1:
+            self.names *= len(sizes)
+        for name, (n, k) in zip(self.names, sizes, strict=True):
             if name in FILES:
                 blocks = random_blocks(rng, n, k, name)
             else:
@@ -47,7 +52,7 @@ class Layer:
         self.h0 = 3 * rng.standard_normal(width).astype(np.float32)
         before = (rng.standard_normal(width).reshape(-1, 32) ** 2).sum(1)
         self.before = np.concatenate([[0], before]).astype(np.float32)
-        self.bias = rng.standard_normal(n_qkv).astype(np.float32) if biased else None
+        self.biases = [rng.standard_normal(n).astype(np.float32) for n in qkv if biased]
         self.sizes = width, hidden, n_qkv
         self.empty()
 
@@ -67,9 +72,10 @@ class Layer:
         place = (
             self.a, self.h, self.before, self.x, self.gates, self.x_next, self.squares, self.left
         )  # fmt: skip
-        name, rest = storage_format(FORMATS[self.name]).name, (EPSILON, blocks)
-        operands = self.weights, self.scales, self.norms, place, self.y, self.bias
-        return chain.launch(name, *operands, *rest, warps=warps)
+        names = [storage_format(FORMATS[name]).name for name in self.names]
+        operands = self.weights, self.scales, self.norms, place, self.y, self.biases, self.qkv
+        rest = EPSILON, blocks
+        return chain.launch(tuple(sorted({*names})), names, *operands, *rest, warps=warps)
 
     def check(self) -> None:
         """Outputs are float16 sums of float16 inputs; errors of one product go into the next."""
@@ -77,7 +83,7 @@ class Layer:
         def normed(h: np.ndarray, weight: np.ndarray) -> np.ndarray:
             return h / np.sqrt((h**2).mean() + EPSILON) * weight
 
-        out, gate_up, down, qkv = self.w
+        out, gate_up, down, *qkv = self.w
         h = self.h0 + out @ self.a.astype(np.float64)
         gate, up = np.split(gate_up @ normed(h, self.norms[0]), 2)
         gates = gate / (1 + np.exp(-gate)) * up
@@ -89,32 +95,36 @@ class Layer:
         r = 1 / np.sqrt(sum(squares) / len(h) + EPSILON)
         assert nmse(self.x_next.astype(np.float64) / s * r, x) < 1e-6
         if self.y is not None:
-            y = qkv @ x + (0 if self.bias is None else self.bias)
+            y = np.concatenate(qkv) @ x + (np.concatenate(self.biases) if self.biases else 0)
             assert nmse(self.y, y) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "biased", "blocks", "warps", "order"),
+    ("names", "sizes", "biased", "blocks", "warps", "order"),
     [
-        ("q4_0", (256, 256, 256, 128), False, 2, 16, 0),  # two K tiles a chunk
-        ("q8_0", (128, 640, 128, 96), True, 10, 4, 0),  # a warp has two parts of a row
-        ("q5_1", (256, 128, 512, 0), False, 3, 8, -1),  # the last layer; the first part is longer
-        ("mxfp4", (256, 256, 256, 128), False, 2, 16, 0),  # no offsets
-        ("q2_k", (256, 256, 256, 96), False, 2, 8, 0),  # scales of 16 K, and minima
-        ("q6_k", (256, 256, 256, 96), False, 2, 8, 0),  # scales of 16 K
+        ("q4_0", (256, 256, 256, (128,)), False, 2, 16, 0),  # two K tiles a chunk
+        ("q8_0", (128, 640, 128, (96,)), True, 10, 4, 0),  # a warp has two parts of a row
+        ("q5_1", (256, 128, 512, ()), False, 3, 8, -1),  # the last layer; the first part is longer
+        ("mxfp4", (256, 256, 256, (128,)), False, 2, 16, 0),  # no offsets
+        ("q2_k", (256, 256, 256, (96,)), False, 2, 8, 0),  # scales of 16 K, and minima
+        # as in a Q4_K_M; a block has a pair of either part of qkv, another one two of the first
+        ("q4_k q4_k q6_k q4_k q6_k", (256, 256, 256, (96, 32)), True, 2, 8, 0),
+        ("q6_k q5_k q4_k", (256, 256, 512, ()), False, 2, 8, 0),  # three formats in a kernel
+        ("q4_0 mxfp4 q4_0 mxfp4", (256, 256, 256, (64,)), False, 3, 8, -1),
     ],
 )
 def test_products_of_a_layer(
-    name: str, sizes: tuple[int, ...], biased: bool, blocks: int, warps: int, order: int
+    names: str, sizes: tuple[Any, ...], biased: bool, blocks: int, warps: int, order: int
 ) -> None:
-    layer = Layer(name, *sizes, biased)
+    width, hidden, k_out, qkv = sizes
+    layer = Layer(names, width, hidden, k_out, qkv, biased)
     layer.machine.order = order
     layer.machine.run(layer.launch(blocks, warps))
     layer.check()
 
 
 def test_blocks_that_are_not_there_are_missed() -> None:
-    layer = Layer("q8_0", 128, 128, 128, 0, False)
+    layer = Layer("q8_0", 128, 128, 128, (), False)
     alone = replace(layer.launch(2, 4), together=False)
     with pytest.raises(Deadlock, match="must all run at once"):
         layer.machine.run(alone)
@@ -122,7 +132,7 @@ def test_blocks_that_are_not_there_are_missed() -> None:
 
 def test_memory_of_the_launch_before_waits() -> None:
     """What that one stores is not read before the wait."""
-    layer = Layer("q8_0", 128, 128, 128, 0, False)
+    layer = Layer("q8_0", 128, 128, 128, (), False)
     layer.machine.follow(layer.a)
     layer.machine.follow(layer.h)
     layer.machine.run(layer.launch(2, 4))
@@ -140,16 +150,29 @@ def test_memory_of_the_launch_before_waits() -> None:
     ],
 )
 def test_layers_that_have_no_chain(change: dict[str, Any], said: str) -> None:
-    llama = {"width": 4096, "hidden": 14336, "k_out": 4096, "n_qkv": 6144, "blocks": 128}
-    assert chain.supports("q4_0", **llama, biased=False)
+    llama: dict[str, Any] = {
+        "width": 4096,
+        "hidden": 14336,
+        "k_out": 4096,
+        "qkv": (6144,),
+        "blocks": 128,
+    }
+    assert chain.supports(("q4_0",), **llama, biased=False)
+    assert not chain.supports(("c6", "q4_1"), **llama, biased=False), "their chunks are short"
     with pytest.raises(ValueError, match=said):
-        chain.chain_of("q4_0", **llama | change, biased=False)
-    assert not chain.supports("q4_0", **llama | change, biased=False)
+        chain.chain_of(("q4_0",), **llama | change, biased=False)
+    assert not chain.supports(("q4_0",), **llama | change, biased=False)
 
 
 def test_unequal_shares_are_refused() -> None:
     """Of 2048 features 64 of 132 blocks would have a pair."""
-    sizes = {"width": 2048, "hidden": 8192, "k_out": 2048, "n_qkv": 3072, "biased": False}
-    how = chain.chain_of("q4_0", **sizes, blocks=132)
+    sizes: dict[str, Any] = {
+        "width": 2048,
+        "hidden": 8192,
+        "k_out": 2048,
+        "qkv": (3072,),
+        "biased": False,
+    }
+    how = chain.chain_of(("q4_0",), **sizes, blocks=132)
     assert (how.even, how.odd) == (1, 4)
-    assert not chain.supports("q4_0", **sizes, blocks=132)
+    assert not chain.supports(("q4_0",), **sizes, blocks=132)

@@ -33,7 +33,8 @@ Prerequisites
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -95,6 +96,10 @@ H200_UNDER_WAY: Final = 8 * 4608
 DEEP: Final = 2
 """K tiles of a chunk, where that is `MOST_CHUNK` bytes at most."""
 MOST_CHUNK: Final = 4608
+LEAST_CHUNK: Final = 4096
+"""Of any format of a kernel, for a chain to be chosen: a warp's turn takes about as long with fewer
+bytes. On an H200 a token in Q4_K, 2560 bytes, took 3 % longer than with launches, and in Q8_0, 4352
+bytes, 4 % less."""
 BESIDE: Final = 4
 """SMs without a block: there is attention, two blocks on each, and waits while a chain still runs.
 So the next chain gets the SMs of this one, each as soon as its block ends, and streams weights at
@@ -107,7 +112,11 @@ NOTHING: Final = 0xFFFF
 """Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
 at first."""
 FIELDS: Final = 4
-"""Of a product in shared memory: pairs of the block, the first, chunks of a pair, K tiles."""
+"""Of a product in shared memory: pairs of the block, the first, chunks of a pair, and which of the
+kernel's formats its weights have."""
+TABLES: Final = 5
+"""Out, gates and ups, down, and queries, keys and values in up to two formats, one behind the other
+in the same turn of the warps."""
 fewer, more = setmaxnreg_dec(24), setmaxnreg_inc(112)  # 128 * 24 + 512 * 112 <= 640 * 96
 wait_all = cp_async_wait(0)
 
@@ -116,7 +125,7 @@ wait_all = cp_async_wait(0)
 class Chain:
     """What a kernel is compiled for.
 
-    format : storage format of all products
+    formats: storage formats of the products of all layers; which one has which, a launch says
     warps  : that multiply
     deep   : K tiles of a chunk
     slots  : of the ring
@@ -126,7 +135,7 @@ class Chain:
     biases : pairs of a block at most whose queries, keys and values have a bias
     """
 
-    format: str
+    formats: tuple[str, ...]
     warps: int
     deep: int
     slots: int
@@ -141,12 +150,9 @@ class Chain:
         return 32 * (self.warps + 4)
 
     @property
-    def pair_bytes(self) -> int:
-        return PAIR * tile_format(self.format).tile_bytes
-
-    @property
     def chunk(self) -> int:
-        return self.deep * self.pair_bytes
+        """Bytes of a slot: of a chunk of the longest format."""
+        return self.deep * most_bytes(self.formats)
 
     @property
     def a_at(self) -> int:
@@ -193,7 +199,7 @@ class Chain:
 
     @property
     def zeros_at(self) -> int:
-        return ceil_div(self.table_at + 4 * 4 * FIELDS, 16) * 16
+        return ceil_div(self.table_at + 4 * TABLES * FIELDS, 16) * 16
 
     @property
     def shared(self) -> int:
@@ -246,15 +252,57 @@ def share(pairs, last):
     return own, int32(each * block + min(block, rest))
 
 
+def most_bytes(formats: Sequence[str]) -> int:
+    """Of a pair of packed tiles."""
+    return max(PAIR * tile_format(one).tile_bytes for one in formats)
+
+
+def of_kinds(values: Sequence[Any]) -> Any:
+    """of_kind(kind): a device function, the one of these values."""
+    value, *others = values
+    if not others:
+
+        @cuda.jit(device=True, forceinline=True)
+        def the_only(kind):
+            return value
+
+        return the_only
+    other = of_kinds(others)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_kind(kind):
+        return value if kind == 0 else other(kind - 1)
+
+    return of_kind
+
+
+def multiply_of(formats: Sequence[str], deep: int) -> Any:
+    """multiply(kind, acc, smem, weights, a, zeros, lane): a device function, that of
+    `product_of_one` for one of these formats."""
+    name, *others = formats
+    own, _ = product_of_one(name, deep)
+    if not others:
+
+        @cuda.jit(device=True, forceinline=True)
+        def multiply(kind, acc, smem, weights, a, zeros, lane):
+            own(acc, smem, weights, a, zeros, lane)
+
+        return multiply
+    other = multiply_of(others, deep)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_one(kind, acc, smem, weights, a, zeros, lane):
+        if kind == 0:
+            own(acc, smem, weights, a, zeros, lane)
+        else:
+            other(int32(kind - 1), acc, smem, weights, a, zeros, lane)
+
+    return multiply_one
+
+
 @cache
 def kernel(layout: Chain) -> Any:
-    warps, deep, slots, chunk, pair_bytes = (
-        layout.warps,
-        layout.deep,
-        layout.slots,
-        layout.chunk,
-        layout.pair_bytes,
-    )
+    warps, deep, slots, chunk = layout.warps, layout.deep, layout.slots, layout.chunk
     a_at, sums_at, bars_at, rows_at = layout.a_at, layout.sums_at, layout.bars_at, layout.rows_at
     bias_at, h_at, weights_at = layout.bias_at, layout.h_at, layout.weights_at
     squares_at, norms_at, table_at = layout.squares_at, layout.norms_at, layout.table_at
@@ -264,22 +312,41 @@ def kernel(layout: Chain) -> Any:
     even_bytes, odd_bytes = of_pair * layout.even, of_pair * layout.odd
     odd_at = sums_at + warps * even_bytes
     more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
-    multiply, scale = product_of_one(layout.format, deep)
-    zeros_at = layout.zeros_at
-    tile_bytes = tile_format(layout.format).tile_bytes
+    several, zeros_at = len(layout.formats) > 1, layout.zeros_at
+    multiply = multiply_of(layout.formats, deep)
+    tile_bytes_of = of_kinds([tile_format(one).tile_bytes for one in layout.formats])
+    scale_of = of_kinds([product_of_one(one, deep)[1] for one in layout.formats])
 
     @cuda.jit(device=True, forceinline=True)
     def entry(smem, p, field):
         return int32(load_u32(smem, table_at + 4 * (FIELDS * p + field)))
 
     @cuda.jit(device=True, forceinline=True)
-    def write_table(smem, p, pairs, last, k):
+    def write_table(smem, p, pairs, last, k, kind):
         own, first = share(pairs, last)
-        at, k_tiles = table_at + 4 * FIELDS * p, int32(uint32(k) // uint32(TILE_K))
+        at = table_at + 4 * FIELDS * p
         store_u32(smem, at, uint32(own))
         store_u32(smem, at + 4, uint32(first))
-        store_u32(smem, at + 8, uint32(uint32(k_tiles) // uint32(deep)))
-        store_u32(smem, at + 12, uint32(k_tiles))
+        store_u32(smem, at + 8, uint32(uint32(k) // uint32(of_chunk)))
+        store_u32(smem, at + 12, uint32(kind))
+
+    @cuda.jit(device=True, forceinline=True)
+    def pairs_of(smem, p):
+        """Of this block in a turn of the warps."""
+        pairs = entry(smem, p, 0)
+        if several and p == 3:
+            pairs = int32(pairs + entry(smem, int32(4), 0))
+        return pairs
+
+    @cuda.jit(device=True, forceinline=True)
+    def pair_of_last(smem, pair):
+        """The pair in the last format of qkv that is the block's pair of both."""
+        return int32(pair - entry(smem, int32(3), 0) + entry(smem, int32(4), 1))
+
+    @cuda.jit(device=True, forceinline=True)
+    def kind_of(smem, p, pair):
+        """The format of the block's pair of a product."""
+        return entry(smem, p + 1 if p == 3 and pair >= entry(smem, p, 0) else p, 3)
 
     @cuda.jit(device=True, forceinline=True)
     def slot_of(index):
@@ -293,12 +360,14 @@ def kernel(layout: Chain) -> Any:
 
         state: (the next chunk, where the product begins; its slot, and the parity of the wait for
         it; the slot of the chunk `window` before, likewise)."""
-        pieces, piece = (2, tile_bytes) if gated else (1, pair_bytes)
+        pieces = PAIR if gated else 1
 
         @cuda.jit(device=True, forceinline=True)
         def stream(smem, w, p, window, own, state):
             index, begin, slot, turn, landed, landed_turn = state
-            chunks, k_tiles = entry(smem, p, 2), entry(smem, p, 3)
+            tile_bytes = int32(tile_bytes_of(entry(smem, p, 3) if several else int32(0)))
+            piece, pair_bytes = int32(PAIR // pieces * tile_bytes), int32(PAIR * tile_bytes)
+            chunks = entry(smem, p, 2)
             end = int32(begin + entry(smem, p, 0) * chunks)
             pair, c = entry(smem, p, 1), int32(index - begin)
             half = int64(w.size) >> 1
@@ -306,7 +375,7 @@ def kernel(layout: Chain) -> Any:
                 while c >= chunks:
                     pair, c = int32(pair + 1), int32(c - chunks)
                 tile = pair if gated else int32(PAIR * pair)
-                at = int64(tile_index(tile, int32(deep * c), k_tiles)) * tile_bytes
+                at = int64(tile_index(tile, int32(deep * c), int32(deep * chunks))) * tile_bytes
                 bar, to = int32(bars_at + 8 * slot), int32(slot * chunk)
                 mbarrier_wait_bounded(smem, empty_at + 8 * slot, turn)
                 if index >= window:
@@ -314,7 +383,7 @@ def kernel(layout: Chain) -> Any:
                     landed = int32(landed + PRODUCERS)
                     if landed >= slots:
                         landed, landed_turn = own, int32(landed_turn ^ 1)
-                mbarrier_arrive_expect(smem, bar, chunk)
+                mbarrier_arrive_expect(smem, bar, deep * pair_bytes)
                 for i in range(deep):
                     for j in range(pieces):
                         into = int32(to + i * pair_bytes + j * piece)
@@ -390,26 +459,34 @@ def kernel(layout: Chain) -> Any:
 
     @cuda.jit(launch_bounds=(layout.threads, 1))
     def chain(
-        w_out, w_gates, w_down, w_qkv, scales_out, scales_gates, scales_down, scales_qkv, bias,
+        w_out, w_gates, w_down, w_qkv, w_last,
+        scales_out, scales_gates, scales_down, scales_qkv, scales_last, bias, bias_last,
         weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
-        sizes, epsilon,
+        sizes, kinds, epsilon,
     ):  # fmt: skip
-        """See `launch`. sizes: (width, hidden, K of out, N of qkv, window)."""
+        """See `launch`. sizes: (width, hidden, K of out, N of qkv in one format and in the last
+        one, window). kinds: of each product, in `formats`."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(4, float32)
         griddepcontrol_launch_dependents()
-        width, hidden, k_out, n_qkv, window = sizes
+        width, hidden, k_out, n_qkv, n_last, window = sizes
         products = int32(4 if n_qkv > 0 else 3)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)
+        pairs_of_x = int32(uint32(width) // uint32(ROWS))
         if t == 0:
-            write_table(smem, int32(0), int32(uint32(width) // uint32(ROWS)), False, k_out)
+            write_table(smem, int32(0), pairs_of_x, False, k_out, kinds[0])
         elif t == 32:
-            write_table(smem, int32(1), int32(uint32(hidden) // uint32(TILE_ROWS)), False, width)
+            pairs = int32(uint32(hidden) // uint32(TILE_ROWS))
+            write_table(smem, int32(1), pairs, False, width, kinds[1])
         elif t == 64:
-            write_table(smem, int32(2), int32(uint32(width) // uint32(ROWS)), False, hidden)
+            write_table(smem, int32(2), pairs_of_x, False, hidden, kinds[2])
         elif t == 96:
-            write_table(smem, int32(3), int32(uint32(n_qkv) // uint32(ROWS)), True, width)
+            pairs = int32(uint32(n_qkv) // uint32(ROWS))
+            write_table(smem, int32(3), pairs, True, width, kinds[3])
+            if several:  # by blocks that have fewer of the others
+                pairs = int32(uint32(n_last) // uint32(ROWS))
+                write_table(smem, int32(4), pairs, False, width, kinds[4])
         elif t == 32 * warps + 32:
             store_u32x4(smem, zeros_at, uint32(0), uint32(0), uint32(0), uint32(0))
         elif t == 32 * warps:
@@ -428,7 +505,9 @@ def kernel(layout: Chain) -> Any:
                 state = stream_gated(smem, w_gates, int32(1), window, own, state)
                 state = stream_pairs(smem, w_down, int32(2), window, own, state)
                 if products == 4:
-                    stream_pairs(smem, w_qkv, int32(3), window, own, state)
+                    state = stream_pairs(smem, w_qkv, int32(3), window, own, state)
+                    if several:
+                        stream_pairs(smem, w_last, int32(4), window, own, state)
         else:
             # --- the warps that multiply
             more()
@@ -438,7 +517,7 @@ def kernel(layout: Chain) -> Any:
                 # read anew in each phase, or one is spilled, and waits behind weights in the L1
                 t = thread_index()
                 lane, warp = int32(t & 31), int32(t >> 5)
-                pairs, first, chunks = entry(smem, p, 0), entry(smem, p, 1), entry(smem, p, 2)
+                pairs, first, chunks = pairs_of(smem, p), entry(smem, p, 1), entry(smem, p, 2)
                 if warp < pairs:
                     pair = int32(first + warp)
                     if p == 0:
@@ -452,6 +531,11 @@ def kernel(layout: Chain) -> Any:
                     elif p == 2:
                         copy_rows(
                             smem, scales_down, weights_next, bias, p, pair, hidden, warp, lane
+                        )
+                    elif several and warp >= entry(smem, p, 0):
+                        pair = pair_of_last(smem, warp)
+                        copy_rows(
+                            smem, scales_last, weights_next, bias_last, p, pair, hidden, warp, lane
                         )
                     else:
                         copy_rows(smem, scales_qkv, weights_next, bias, p, pair, hidden, warp, lane)
@@ -493,6 +577,9 @@ def kernel(layout: Chain) -> Any:
                         cp_async_commit()
                     for r in range(4):
                         acc[r] = 0
+                    kind = int32(0)
+                    if several:
+                        kind = kind_of(smem, p, pair)
                     c = warp
                     while c < chunks:
                         slot, turn = slot_of(int32(index + pair * chunks + c))
@@ -515,7 +602,9 @@ def kernel(layout: Chain) -> Any:
                                         source = x_next
                                     put(smem, a_at + 2 * k, poll(source, k))
                             cuda.syncwarp()
-                        multiply(acc, smem, slot * chunk, a_at + 2 * of_chunk * c, zeros_at, lane)
+                        multiply(
+                            kind, acc, smem, slot * chunk, a_at + 2 * of_chunk * c, zeros_at, lane
+                        )
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(smem, empty_at + 8 * slot)
@@ -558,7 +647,10 @@ def kernel(layout: Chain) -> Any:
                     for i in range(warps):
                         total += load_f32(smem, at + step * i)
                     wait_all()
-                    total *= load_f32(smem, rows_at + place) * float32(scale)
+                    kind = int32(0)
+                    if several:
+                        kind = kind_of(smem, p, warp)
+                    total *= load_f32(smem, rows_at + place) * float32(scale_of(kind))
                     factor, pair = factor_of(smem, p), int32(entry(smem, p, 1) + warp)
                     if p & 1 == 0:
                         total += load_f32(smem, h_at + place)
@@ -590,35 +682,44 @@ def kernel(layout: Chain) -> Any:
                         else:
                             if biased:
                                 total += load_f32(smem, bias_at + place)
-                            store_u16(y, int32(ROWS * pair + lane), float_to_half(total))
+                            row = int32(ROWS * pair + lane)
+                            if several and warp >= entry(smem, p, 0):
+                                row = int32(n_qkv + ROWS * pair_of_last(smem, warp) + lane)
+                            store_u16(y, row, float_to_half(total))
                 p = int32(p + 1)
 
     return chain
 
 
 def chain_of(
-    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int,
-    warps: int = WARPS,
+    formats: Sequence[str], width: int, hidden: int, k_out: int, qkv: Sequence[int], biased: bool,
+    blocks: int, warps: int = WARPS,
 ) -> Chain:  # fmt: skip
-    """What is compiled for a layer in a storage format, for so many thread blocks. n_qkv: features
-    of the next layer's queries, keys and values, 0 behind the last.
+    """What is compiled for layers in these storage formats, for so many thread blocks. qkv:
+    features of the next layer's queries, keys and values, in one format or the first ones and the
+    last ones; none behind the last layer.
 
     ValueError where the sizes do not divide into pairs of row tiles and chunks, where a block
     would have more pairs than warps, or where shared memory does not hold A and a ring."""
-    pair_bytes = PAIR * tile_format(name).tile_bytes
+    pair_bytes, names = most_bytes(formats), ", ".join(formats)
     deep = DEEP if DEEP * pair_bytes <= MOST_CHUNK else 1
-    if width % ROWS or hidden % (TILE_GROUP * TILE_ROWS) or n_qkv % ROWS:
+    if width % ROWS or hidden % (TILE_GROUP * TILE_ROWS) or any(n % ROWS for n in qkv):
         raise ValueError(
             f"a chain has multiples of {ROWS} features and of {TILE_GROUP * TILE_ROWS} hidden "
-            f"ones, not {width}, {n_qkv} and {hidden}"
+            f"ones, not {', '.join(map(str, (width, *qkv)))} and {hidden}"
+        )
+    if len(qkv) > 2 or len(qkv) > len(formats):
+        raise ValueError(
+            f"queries, keys and values of a chain have two formats of the kernel's at most, not "
+            f"{len(qkv)} of {names}"
         )
     if any(k % (deep * TILE_K) for k in (width, hidden, k_out)):
         raise ValueError(
-            f"a chain of {name} takes K in multiples of {deep * TILE_K}, not {k_out}, {width} and "
+            f"a chain of {names} takes K in multiples of {deep * TILE_K}, not {k_out}, {width} and "
             f"{hidden}"
         )
-    numbers = numbers_of_pairs(width, hidden, n_qkv)
-    pairs = tuple(ceil_div(n, blocks) for n in numbers)
+    numbers = numbers_of_pairs(width, hidden)
+    pairs = *(ceil_div(n, blocks) for n in numbers), pairs_of_qkv(qkv, blocks)
     if max(pairs) > warps:
         raise ValueError(
             f"a block of a chain has up to {warps} pairs of row tiles of a product, not "
@@ -626,7 +727,7 @@ def chain_of(
         )
     work = max(pairs[::2]), max(pairs[1::2]), ceil_div(max(numbers[0], blocks + BESIDE), 32)
     rest = 2 * max(width, hidden, k_out), *work, pairs[3] if biased else 0
-    without = Chain(name, warps, deep, 0, *rest)
+    without = Chain(tuple(formats), warps, deep, 0, *rest)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is up to two turns of the warps behind the one it had last. The
     # chunk whose slot that is must have landed by then, or it takes the old one for the new.
@@ -636,7 +737,7 @@ def chain_of(
             f"a chain needs a ring of {least} chunks of {without.chunk} bytes "
             f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
         )
-    return Chain(name, warps, deep, slots, *rest)
+    return replace(without, slots=slots)
 
 
 def window_of(layout: Chain) -> int:
@@ -644,32 +745,45 @@ def window_of(layout: Chain) -> int:
     return max(1, round(H200_UNDER_WAY / (layout.chunk * PRODUCERS))) * PRODUCERS
 
 
-def numbers_of_pairs(width: int, hidden: int, n_qkv: int) -> tuple[int, int, int, int]:
-    return width // ROWS, hidden // TILE_ROWS, width // ROWS, n_qkv // ROWS
+def numbers_of_pairs(width: int, hidden: int) -> tuple[int, int, int]:
+    """Of out, of gates and ups, and of down."""
+    return width // ROWS, hidden // TILE_ROWS, width // ROWS
+
+
+def pairs_of_qkv(qkv: Sequence[int], blocks: int) -> int:
+    """Of a block at most: the last blocks have one more in the first format, the first ones in the
+    last format."""
+    each, more = zip(*(divmod(n // ROWS, blocks) for n in (*qkv, 0)), strict=True)
+    return sum(each) + (max(map(bool, more)) if sum(more) <= blocks else 2)
 
 
 def supports(
-    name: str, width: int, hidden: int, k_out: int, n_qkv: int, biased: bool, blocks: int
-) -> bool:
-    """Whether there is a chain for such a layer, and blocks get shares that are about equal."""
+    formats: Sequence[str], width: int, hidden: int, k_out: int, qkv: Sequence[int], biased: bool,
+    blocks: int,
+) -> bool:  # fmt: skip
+    """Whether there is a chain for such a layer, blocks get shares that are about equal, and chunks
+    are long enough (`LEAST_CHUNK`)."""
     try:
-        chain_of(name, width, hidden, k_out, n_qkv, biased, blocks)
+        layout = chain_of(formats, width, hidden, k_out, qkv, biased, blocks)
     except ValueError:
         return False
-    numbers = numbers_of_pairs(width, hidden, n_qkv)[:3]
+    if any(layout.deep * most_bytes([one]) < LEAST_CHUNK for one in formats):
+        return False
+    numbers = numbers_of_pairs(width, hidden)
     return all(n >= EVEN * blocks * ceil_div(n, blocks) for n in numbers)
 
 
 def launch(
-    name: str, weights: Any, scales: Any, norms: Any, place: Any, y: Any, bias: Any, epsilon: float,
-    blocks: int, window: int | None = None, warps: int = WARPS,
+    formats: Sequence[str], names: Sequence[str], weights: Any, scales: Any, norms: Any, place: Any,
+    y: Any, biases: Any, qkv: Sequence[int], epsilon: float, blocks: int,
+    window: int | None = None, warps: int = WARPS,
 ) -> Launch:  # fmt: skip
     """h += a @ W_out^T; g = silu(gate) * up of its norm; h += g @ W_down^T; y = the norm of that
     @ W_qkv^T (+ bias). All arrays have one dimension.
 
-    name    : storage format of all weights.
-    weights, scales : of out, gates and ups, down, qkv: packed by `qformats.repack.tiles`, rows of
-              gates before as many of ups.
+    formats : storage formats that the kernel is for. names: of them, those of the weights.
+    weights, scales : of out, gates and ups, down, and qkv, in one part or two: packed by
+              `qformats.repack.tiles`, rows of gates before as many of ups.
     norms   : float32 [width], weights of the norm before gates and of that before qkv.
     place   : a, float16 [K]. h, float32 [width]. before, float32 [1 + any]: what the norm before
               `a` has left, see `steps.kernels.between.deferred_norm`. And where blocks show each
@@ -677,22 +791,30 @@ def launch(
               [width] x before qkv; float32 [width / 32] sums of h^2 before gates; float32
               [1 + width / 32] what the norm before qkv leaves.
     y       : float16 [N]; None behind the last layer: then there is no product behind the norm.
-    bias    : float32 [N], or None.
+    biases  : float32, of each part of qkv, or none.
+    qkv     : N of each part.
     blocks  : see `thread_blocks`. window: chunks under way in a block, a multiple of `PRODUCERS`.
     ValueError as of `chain_of`.
     """
     a, h, before, _, gates, x_next, _, _ = place
-    n_qkv = 0 if y is None else y.size
-    layout = chain_of(name, h.size, gates.size, a.size, n_qkv, bias is not None, blocks, warps)
+    layout = chain_of(formats, h.size, gates.size, a.size, qkv, bool(biases), blocks, warps)
     if before.size - 1 > 32 * layout.loads:
         raise ValueError(
             f"the norm before has left {before.size - 1} sums, and a chain of {blocks} blocks adds "
             f"up {32 * layout.loads}"
         )
-    sizes = tuple(map(np.int32, (h.size, gates.size, a.size, n_qkv, window or window_of(layout))))
+    first, last = (*qkv, 0, 0)[:2]
+    sizes = h.size, gates.size, a.size, first, last, window or window_of(layout)
+    kinds = [formats.index(one) for one in names]
+
+    def five(of_products: Sequence[Any]) -> tuple[Any, ...]:
+        """With something in place of parts that there are not."""
+        return *of_products, *[of_products[-1]] * (TABLES - len(of_products))
+
     args = (
-        *weights, *scales, scales[0] if bias is None else bias, *norms, *place,
-        x_next if y is None else y, sizes, np.float32(epsilon),
+        *five(weights), *five(scales), *(*biases, *scales[:2])[:2], *norms, *place,
+        x_next if y is None else y, tuple(map(np.int32, sizes)), tuple(map(np.int32, five(kinds))),
+        np.float32(epsilon),
     )  # fmt: skip
     return Launch(
         kernel(layout), (blocks,), (layout.threads,), args, layout.shared, True, together=True
