@@ -29,8 +29,10 @@ HEAD: Final = """# Results
 
 What people look for, by GPU. Every row is in the CSV files beside each `run.json`, which also says
 where figures of others come from; `python -m results M=8 FORMAT=q5_1` prints any of them. `make
-charts` writes all of it from the runs; nobody edits it. README.md says how it is measured.
+charts` writes all of it from the runs; nobody edits it. [README.md] says how it is measured.
 [Layers of torch](worklog/layers.md) has gradients, adapters and models of transformers.
+
+[README.md]: ../README.md#how-it-is-checked-and-measured
 """
 COMPARED: Final = tuple(
     ("QuantLinear", accuracy, dtype)
@@ -157,15 +159,20 @@ def _homes(run: Run, with_errors: bool) -> list[Part]:
         rows = {row.format: time_of(row) for row in rung.every}
         return Column(str(rung.row.step), lambda name: rows.get(name, ABSENT))
 
-    homes = [f"{panel.title}: {dims(panel.home)}" for panel in panels]
-    away = [f"step {rung.row.step}: {dims(rung.row.shape)}" for rung in rungs if rung.away]
+    at: dict[str, list[str]] = {}  # M x N x K -> the branches whose home it is, and steps
+    for panel in panels:
+        at.setdefault(dims(panel.home), []).append(panel.title)
+    for rung in rungs:
+        if rung.away:
+            at.setdefault(dims(rung.row.shape), []).append(f"step {rung.row.step}")
+    homes = [f"{size} ({'; '.join(who)})" for size, who in at.items()]
     names = query.formats(row for rung in rungs for row in rung.every)
     if not rungs:
         return []
     times = of_records(
         [Column("step", str.upper, True), *map(column, rungs)],
         names,
-        f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
+        f"Time of the kernel alone in us, at M x N x K = {', '.join(homes)}.",
     )
     return [times, *[_errors(run, rungs)] * with_errors]
 

@@ -66,8 +66,8 @@ def of_gpus(path: Path) -> Table | None:
         ),
         bench["rows"],
         f"Shapes of two models, random weights in {bench['format'].upper()}, shared by "
-        f"{bench['gpus']} GPUs, {where}. Sums: {bench['sums']}. The last two columns are "
-        "the products of a rank and the sums that are launches, each alone.",
+        f"{bench['gpus']} GPUs, {where}. Sums: {bench['sums']}. The last two columns are times of "
+        "a rank's products alone, and of those sums alone that have a launch of their own.",
     )
 
 

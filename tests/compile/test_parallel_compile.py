@@ -258,6 +258,21 @@ def test_launches_wait_for_what_is_compiled_meanwhile(forgotten: Any, here: list
     assert compiled(launch.kernel, signature_of(launch.args), "sm_90a").name == "here"
 
 
+def test_another_architecture_has_processes_of_its_own(
+    here: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run were told what they compile for when they began."""
+
+    def told(processes: int, arch: str, *_: int) -> Any:
+        return SimpleNamespace(arch=arch, ended=False, close=lambda: None)
+
+    monkeypatch.setattr(parallel_compile, "Compilers", told)
+    asked = ["sm_90a", "sm_90a", "sm_80", "sm_90a"]
+    running = [parallel_compile._running(2, arch) for arch in asked]
+    assert [one.arch for one in running if one] == asked
+    assert running[0] is running[1]
+
+
 def find_kernel(choice: Choice) -> Any:
     return choice.launches()[-1].kernel
 
