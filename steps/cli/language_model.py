@@ -29,6 +29,8 @@ from steps.checks.select import UsageError
 BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
+GAVE_UP: Final = "unspecified launch failure", "CUDA_ERROR_LAUNCH_FAILED"
+"""What torch and the driver say of a kernel that trapped."""
 
 TOKENS: Final = 64  # how many follow a text, where nobody says and the context holds them
 Work = Callable[[Namespace, Any, Any], tuple[dict[str, Any], int]]
@@ -54,16 +56,24 @@ def quality(args: Namespace) -> int:
 
 def _run(args: Namespace, work: Work) -> int:
     """Does the work, and records it with --json. UsageError where ValueError refuses the request,
-    or memory is not enough; of several processes one says so."""
+    memory is not enough or a kernel gave up; of several processes one says so."""
     try:
         return _done(args, work)
     except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
         why, _, _ = str(error).partition(" Including ")  # torch explains its allocator then
         lacks = "out of memory" in why or "allocate memory" in why or isinstance(error, MemoryError)
-        if isinstance(error, RuntimeError) and not lacks:
+        gave_up = any(name in why for name in GAVE_UP)
+        if isinstance(error, RuntimeError) and not (lacks or gave_up):
             raise
         if not FIRST:
             return 2
+        if gave_up:
+            raise UsageError(
+                "the GPU ended a launch: kernels whose thread blocks wait for each other give up "
+                "after half a minute, as where another program holds multiprocessors. nvidia-smi "
+                "says who does; alone on the GPU it is a fault of a kernel. --between plain does "
+                "without such kernels"
+            ) from error
         if lacks:
             model, why = args.model or "this", why or "no more is left"
             raise UsageError(f"{model} takes more memory than there is: {why}") from error

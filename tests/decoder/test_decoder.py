@@ -493,6 +493,24 @@ def test_a_model_that_memory_does_not_hold(
         said(capsys, tiny, "--reference")
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in",
+        "loading decode_bulk is not possible on this GPU: CUDA_ERROR_LAUNCH_FAILED",
+    ],
+)
+def test_a_kernel_that_gives_up(tiny: Any, capsys: Any, monkeypatch: Any, told: str) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(told)
+
+    monkeypatch.setattr(files, "load", load)
+    status, _, err = said(capsys, tiny, "--reference")
+    assert status == 2
+    assert err.startswith("python -m steps decoder: the GPU ended a launch: ")
+    assert err.count("\n") == 1
+
+
 def test_what_is_told_has_no_commands(capsys: Any) -> None:
     language_model._tell(f"{ESCAPE}.gguf, ready")
     assert capsys.readouterr().err == "[\\x1b]0;owned\\x07\\r\\x9b2J.gguf, ready]\n"
