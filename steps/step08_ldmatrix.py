@@ -238,8 +238,9 @@ def kernel(format_name: str) -> Any:
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def w4a8_ldmatrix(w, row_scales, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
-        a: K-outermost."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T, in `steps` of 128 K; w and row_scales of
+        qformats.repack.tiles. a is Q8_1, K-outermost: qa int8 [K/16, M, 16], the codes, and ds
+        float32 [K/32, M, 2]: of a block its scale d, and s, d times the sum of its codes."""
         shared = cuda.shared.array(stage_bytes, uint8, alignment=128)
         acc = cuda.local.array(n_acc, float32)
         words = cuda.local.array((ROW_TILES, n_words), uint32)

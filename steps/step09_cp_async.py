@@ -18,8 +18,10 @@ Why it should help
     Step 8 stops in every step of K: for its loads, at two barriers, and for its first fragments,
     some 900 cycles. The other block of the SM hides most of that, not all. Here a copy has three
     steps, 8500 cycles, to arrive, and the first fragments of the next stage are loaded under the
-    last products of this one. What is left is 22.1 cycles an IMMA, 4096 of them on each scheduler,
-    and an eighth more, at 1.79 GHz: predicted 57 us where step 8 takes 64, 1.12x.
+    last products of this one. What is left is instructions. An IMMA holds its scheduler for 6.8
+    cycles, and the 15.3 others that come to it for one each: 22.1 cycles, 4096 times on each
+    scheduler. Both ends of the kernel and small losses add an eighth. At 1.79 GHz that is 57 us
+    where step 8 was predicted to take 64, 1.12x.
 What it costs
     Shared memory for four stages: 72 to 104 KB a block, twice that on an SM.
 Machine code
@@ -209,7 +211,8 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
 
     @cuda.jit(device=True, forceinline=True)
     def add_minima(acc, shared, tile_at, s_at, lane):
-        """acc += m * s of all four blocks. `s_at`: the byte of s of block t and token g."""
+        """acc += m * s of all four blocks, by one tf32 mma: s is the sum of two tf32, m is one.
+        `s_at`: the byte of s of block t and token g."""
         for i in range(ROW_TILES):
             first = tile_at + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
             min_g = as_bits(minimum(load_u16(shared, first), 0))  # of row g
@@ -225,8 +228,9 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def w4a8_cp_async(w, row_scales, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
-        a: K-outermost."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T, in `steps` of 128 K; w and row_scales of
+        qformats.repack.tiles. a is Q8_1, K-outermost: qa int8 [K/16, M, 16], the codes, and ds
+        float32 [K/32, M, 2]: of a block its scale d, and s, d times the sum of its codes."""
         shared = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         acc = cuda.local.array(n_acc, float32)
         words = cuda.local.array((ROW_TILES, n_words), uint32)
@@ -290,7 +294,8 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
             load_scales(scales, shared, stage_at + tile_at, lane)
 
         # --- registers -> global. The compiler keeps a load behind the stores above it, so the row
-        # scales are loaded first; they go on to the end of the tile
+        # scales are loaded first. Each is a power of two by which `tiles` divided the scales of a
+        # row; they go on to the end of the tile
         m, n = int32(m0 + 2 * (lane & 3)), int32(n0 + WARP_N * warp + (lane >> 2))
         lane_row_scales = cuda.local.array(n_features, float32)
         for i in range(n_features):

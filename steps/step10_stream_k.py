@@ -225,7 +225,8 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
 
     @cuda.jit(device=True, forceinline=True)
     def add_minima(acc, shared, tile_at, s_at, lane):
-        """acc += m * s of all four blocks. `s_at`: the byte of s of block t and token g."""
+        """acc += m * s of all four blocks, by one tf32 mma: s is the sum of two tf32, m is one.
+        `s_at`: the byte of s of block t and token g."""
         for i in range(ROW_TILES):
             first = tile_at + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
             min_g = as_bits(minimum(load_u16(shared, first), 0))  # of row g
@@ -263,8 +264,10 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def w4a8_stream_k(w, row_scales, qa, ds, c, steps, share, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
-        a: K-outermost. A block does `share` work items: steps of 128 K of a tile."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T, in `steps` of 128 K; w and row_scales of
+        qformats.repack.tiles. a is Q8_1, K-outermost: qa int8 [K/16, M, 16], the codes, and ds
+        float32 [K/32, M, 2]: of a block its scale d, and s, d times the sum of its codes. A thread
+        block does `share` work items: steps of 128 K of a tile."""
         shared = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         acc = cuda.local.array(n_acc, float32)
         words = cuda.local.array((ROW_TILES, n_words), uint32)

@@ -1,10 +1,13 @@
 """Step 18: bulk copies - one lane fills a slot, and launches overlap.
 
 What is new
-    For a slot of step 17 each lane finds its own addresses and issues nine copies (Q4_0). Here one
-    lane issues three: the packed tiles are one piece of memory, a bulk copy; A is two boxes of 64
-    K, which the tensor map swizzles and fills with zeros beyond M and K. They report to the slot's
-    mbarrier. A wait for it is enough: the bytes are there for all lanes.
+    As in step 17, a thread block has 32 rows of W and eight tokens. Each of its 16 warps has every
+    16th piece of 128 K, and a ring of two *slots*: room for two fragment-packed tiles of 16 rows x
+    128 K, and for the A that they meet. There each lane finds its own addresses and issues nine
+    copies for a slot (Q4_0). Here one lane issues three: the packed tiles are one piece of memory,
+    a bulk copy; A is two boxes of 64 K, which the tensor map swizzles and fills with zeros beyond M
+    and K. They report to the slot's mbarrier. A wait for it is enough: the bytes are there for all
+    lanes.
     And launches overlap as in step 14. Weights do not depend on the launch before. So a warp issues
     the copy of its first weights as soon as it has an SM, and only then waits for that launch:
 
@@ -109,7 +112,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(shared, row_at, chunk, token):
         """The B fragments of 64 K of a slot: (b0, b1) of each 16 K. Lane 8i + r gives ldmatrix the
-        address of row r, a token, of matrix i, a chunk. row_at: the byte of that token's 64 K."""
+        address of row r, a token, of matrix i, a chunk. row_at: the byte of that token's 64 K. The
+        tensor map has put its chunk c at place c ^ r, so the rows of a matrix share no banks."""
         low = ldmatrix_x4(shared, row_at + (chunk ^ token) * CHUNK)
         return low + ldmatrix_x4(shared, row_at + ((4 + chunk) ^ token) * CHUNK)
 
@@ -173,6 +177,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
         source += SLOTS * stride
         k_tile = int32(warp + SLOTS * WARPS)
 
+        # parity: of the phase that a mbarrier completes next, 0, 1, 0 ... in each turn of the ring
         slot, parity, chunk, token = int32(0), int32(0), lane >> 3, lane & 7
         for i in range(count):
             # --- wait for the oldest slot
@@ -201,6 +206,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
 
         # --- registers -> shared: the sums of each warp, [warp][token][feature]
         cuda.syncthreads()  # nobody reads a ring any more, and no copy is on its way
+        # Of a packed tile a lane has rows lane >> 2 and 8 more, of tokens 2 (lane & 3) and 1 more
         first = warp * warp_sums + 2 * (lane & 3) * SUMS_ROW + (lane >> 2)
         for j in range(ROW_TILES):
             place = first + j * TILE_ROWS
@@ -210,7 +216,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
             store_f32(sums, place + SUMS_ROW + 8, acc[4 * j + 3])
         cuda.syncthreads()
 
-        # --- shared -> global: a warp has a token, and a lane adds up one output
+        # --- shared -> global: a warp has a token, and a lane adds up one output. Its row scale is
+        # the power of two by which `tiles` divided all scales of the row, to fit float16
         m, n = int32(m0 + warp), int32(n0 + lane)
         if warp < TOKENS and m < c.shape[0] and n < c.shape[1]:
             total = float32(0)

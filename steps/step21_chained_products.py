@@ -101,7 +101,7 @@ IN_FLIGHT: Final = 2  # slots that a producer has asked for and that are not ful
 CHUNK: Final = 16  # bytes: 8 float16
 MBARRIER: Final = 8  # bytes
 A_TILE: Final = 2 * TILE_K  # bytes of A, 128 K
-HEAD: Final = 4  # words before h in the hand-over: the first one counts blocks
+HEAD: Final = 4  # words before h in the hand-over, 16 bytes: the first one counts blocks
 LOOKS: Final = 1 << 20  # at words of h before the launch fails, in case they never come: a second
 
 
@@ -149,7 +149,8 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, r, words, b):
-        """acc[r .. r + 3] += 64 K of a packed tile times the token of the B fragments."""
+        """acc[r .. r + 3] += 64 K of a packed tile times the B fragments: the one token in each of
+        the eight columns, so the sums of all columns are the same."""
         # --- codes -> float16 -> tensor cores
         w0, w1 = fragment(words, 0), fragment(words, 1)
         w2, w3 = fragment(words, 2), fragment(words, 3)
@@ -164,7 +165,8 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
     def w4a16_chained_products(a, v, v_scales, w, w_scales, c, h, handed):
         """h = a[M, K] @ dequantize(v)[K, K]^T, and c[M, N] = h @ dequantize(w)[N, K]^T; v, w and
         their scales of qformats.repack.tiles. a, h and c are float16; a begins at a multiple of 16
-        bytes. handed: uint32 [HEAD + M K / 2], zeros before the launch and after it."""
+        bytes. handed: uint32 [HEAD + M K / 2], zeros before the launch and after it: the way of
+        h from block to block. h itself is an output, too."""
         griddepcontrol_launch_dependents()  # the next launch may begin wherever an SM is free
         shared = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         acc = cuda.local.array(n_acc, float32)
@@ -224,8 +226,8 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
             if second:
                 scales = w_scales
 
-            # --- A -> shared: the parts of K that this warp multiplies, of the token or of what all
-            # blocks make of it
+            # --- A -> shared: the parts of K that this warp alone multiplies, of the token, for V,
+            # or of h, for W
             for i in range(rounds):
                 k = int32((i * CONSUMERS + warp) * (DEEP * TILE_K) + 8 * lane)
                 words = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -268,7 +270,7 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
                     if slot >= slots:
                         slot, parity = warp, int32(parity ^ 1)
 
-                # --- registers -> shared: the sums of each warp
+                # --- registers -> shared: the sums of each warp, those of column 0
                 sums = sums_begin + (turn & 1) * sums_bytes  # the other set may still be added up
                 if lane & 3 == 0:
                     first = sums + 4 * (warp * ROWS + (lane >> 2))
@@ -277,7 +279,7 @@ def kernel(format_name: str, slots: int) -> tuple[Any, int]:
                         store_f32(shared, first + 4 * TILE_ROWS * j + 32, acc[4 * j + 2])
                 barrier_sync(1, LANES * CONSUMERS)
 
-                # --- shared -> global: a lane adds up one output
+                # --- shared -> global: a lane adds up one output; the next pair is another warp's
                 if warp == turn % CONSUMERS:
                     total = float32(0)
                     for q in range(CONSUMERS):
