@@ -8,7 +8,8 @@ attention waits beside the layer before it, and a layer's first weights come bes
 residual is in memory before the first layer and behind the last one only.
 
 It is for models all of whose layers have experts, and whose products are of packed tiles without
-biases; and what a thread block reads of a layer has to fit into shared memory (`takes`).
+biases; what a thread block reads of a layer has to fit into shared memory, and all thread blocks
+must be on the GPU at once, as those of a chain (`takes`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qformats.repack import tiles
 from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine
 from steps.decoder.model import Cache, Layer, Product, StepExperts
-from steps.kernels.between import attention
+from steps.kernels.between import attention, chain
 from steps.kernels.experts import layer as kernel
 from steps.nn import operator as operator
 
@@ -98,7 +99,7 @@ class ExpertLayers:
 def _takes(layers: Sequence[Layer], heads: int, cache: Tensor) -> bool:
     _, twice, _, size = cache.shape
     known = cache.dtype is torch.float16 and attention.supports(heads, twice // 2, size)
-    if not known or not all(map(_is_known, layers)):
+    if not known or not all(map(_is_known, layers)) or not chain.runs_here():
         return False
     first = _shape(layers[0], layers[0])
     of_words = {_shape(one, one).shown for one in layers}

@@ -18,6 +18,7 @@ from steps.decoder.expert_layers import ExpertLayers
 from steps.decoder.model import Decoder, step_products
 from steps.decoder.operations import PLAIN
 from steps.driver.machines import Simulator
+from steps.kernels.between import chain
 from steps.kernels.experts import layer as kernel
 from steps.simulator.launch import simulate
 from tests.decoder.test_between import changed
@@ -36,7 +37,8 @@ SIZES = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator takes as long as there are threads."""
+    """The simulator takes as long as there are threads; and here is no GPU that is asked for."""
+    monkeypatch.setattr(chain, "runs_here", lambda: True)
     monkeypatch.setattr(kernel, "shape_of", partial(kernel.shape_of, blocks=2, warps=2))
 
 
@@ -84,7 +86,8 @@ def test_compiled_ahead_is_what_a_token_launches(kernels: Any, small: None, tmp_
 
 
 def test_what_is_not_taken(kernels: Any, small: None, tmp_path: Any, monkeypatch: Any) -> None:
-    """Prompts, two sequences, biases, a cache in float64, and what does not fit."""
+    """Prompts, two sequences, biases, a cache in float64, what does not fit, and a GPU whose
+    multiprocessors another process may hold."""
     model, cache = loaded(tmp_path, []), torch.zeros((1, 4, 256, 64), dtype=torch.float16)
     takes = partial(expert_layers._takes, model.layers, 4)
     assert takes(cache)
@@ -95,6 +98,9 @@ def test_what_is_not_taken(kernels: Any, small: None, tmp_path: Any, monkeypatch
         assert not takes(cache)
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "why_not", lambda shape: "a reason")
+        assert not takes(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(chain, "runs_here", lambda: False)
         assert not takes(cache)
     model.layers[0].mixture.shared = (None, None, None)
     assert not takes(cache)
