@@ -5,9 +5,9 @@ imported code, so an edit or another toolkit gives another key, and nothing has 
 
 The environment variable LADDER_CACHE names the folder, or is "off"; by default it is the user's
 cache folder. Who can write there can run code on the GPU, so a folder or file that belongs to
-another user (not root), or that others may write, is not read, as ssh does with keys. Where there
-is no folder that can be trusted and written, a warning says so once, and kernels are kept in memory
-alone.
+another user (not root), or that others may write, is not read, as ssh does with keys. Nor is a
+link, a FIFO or a device. Where there is no folder that can be trusted and written, a warning says
+so once, and kernels are kept in memory alone.
 
 A file is written beside its place and moved there, so processes that write at once do no harm. It
 begins with a digest of the rest: a file that is cut short, damaged or not of this cache is ignored,
@@ -217,21 +217,29 @@ def _read(path: Path, key: dict[str, Any]) -> CompiledKernel | None:
 
 
 def _checked(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """(facts, cubin) of a file whose digest is right, so that `_write` has written it; else
-    None."""
+    """(facts, cubin) of a file whose digest is right and that says what `_write` does of a kernel;
+    else None."""
     digest, _, rest = _content(path).partition(b"\n")
     if digest != _digest(rest):
         return None
     line, _, cubin = rest.partition(b"\n")
-    return json.loads(line), cubin
+    with suppress(ValueError, RecursionError):
+        match facts := json.loads(line):
+            case {"key": {"kernel": str(), "arch": str()}, "name": str(), "cooperative": bool()}:
+                return facts, cubin
+    return None
 
 
 def _content(path: Path) -> bytes:
-    """What is in a file of the user; nothing for another. Looked at once it is open, as the path
-    may then name another."""
+    """What is in a file of the user; nothing for another, or for what is no file. Looked at once it
+    is open, as the path may then name another."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO waits for nobody
     try:
-        with path.open("rb") as file:
-            if why := _why_not_safe(os.fstat(file.fileno())):
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                return b""
+            if why := _why_not_safe(state):
                 _warn(f"{path} {why}: it is not read, but compiled and written anew")
                 return b""
             return file.read()

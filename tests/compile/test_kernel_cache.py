@@ -7,6 +7,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -175,6 +176,16 @@ def test_two_processes_and_two_writers_at_once(folder: Path, tmp_path: Path) -> 
 # --- files that cannot be trusted -----------------------------------------------------------------
 
 
+FACTS = b'{"key": {"kernel": "k", "arch": "a"}, "name": "e", "cooperative": false}'
+LINES = {
+    "not JSON": b"JSON",
+    "JSON within JSON": b"[" * 200_000,
+    "a key that is a list": FACTS.replace(b'{"kernel": "k", "arch": "a"}', b"[1]"),
+    "a word for a truth": FACTS.replace(b"false", b'"x"'),
+}
+"""What a file with the right digest may say of its kernel."""
+
+
 def damaged(data: bytes, how: str) -> bytes:
     """A file of the cache as a crash, a failing disk or another program leaves it."""
     if how == "a flipped byte of the cubin":
@@ -186,6 +197,9 @@ def damaged(data: bytes, how: str) -> bytes:
         return data + b"\0"
     if how == "another program's":
         return b'{"name": "entry1"}\n' + data.partition(b"\n")[2]
+    if how in LINES:
+        rest = LINES[how] + b"\ncubin"
+        return kernel_cache._digest(rest) + b"\n" + rest
     lengths = {"empty": 0, "cut in the digest": 60, "cut in the facts": 300, "cut at its end": -1}
     return data[: lengths[how]]
 
@@ -195,6 +209,7 @@ def damaged(data: bytes, how: str) -> bytes:
     [
         *("empty", "cut in the digest", "cut in the facts", "cut at its end", "more at its end"),
         *("a flipped byte of the cubin", "a flipped byte of the facts", "another program's"),
+        *LINES,
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(
@@ -295,6 +310,25 @@ def test_what_another_user_owns_is_not_safe() -> None:
     own = os.geteuid()
     assert of(own) is of(0) is of(own, 0o40755) is None
     assert of(own + 1) == f"belongs to another user (uid {own + 1})"
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link"])
+def test_what_is_no_file_is_not_read(kind: str, folder: Path, made: list[str]) -> None:
+    kernel = make(1)
+    path = kept(kernel, folder)
+    elsewhere = path.rename(folder.parent / "kernel")
+    if kind == "FIFO":
+        os.mkfifo(path, 0o600)
+    else:
+        path.symlink_to(elsewhere)
+    signal.alarm(20)  # an open FIFO would wait for good
+    try:
+        assert list(entries(folder)) == []
+        assert fresh(kernel).name == "entry2"
+        assert path.is_file()
+        assert not path.is_symlink()
+    finally:
+        signal.alarm(0)
 
 
 def test_what_a_killed_process_left_is_removed_and_counted(
