@@ -32,7 +32,7 @@ where figures of others come from; `python -m results M=8 FORMAT=q5_1` prints an
 charts` writes all of it from the runs; nobody edits it. [README.md] says how it is measured.
 [Layers of torch](worklog/layers.md) has gradients, adapters and models of transformers.
 
-[README.md]: ../README.md#how-it-is-checked-and-measured
+[README.md]: ../README.md#how-it-is-checked-and-measured-and-where-it-runs
 """
 COMPARED: Final = tuple(
     ("QuantLinear", accuracy, dtype)
@@ -244,7 +244,12 @@ def facts(env: Environment) -> list[tuple[str, str]]:
     return [(what, str(value)) for what, value in given if value is not None]
 
 
+LEFT_OUT: Final = ("GPU", "SM clock", "Power", "Reasons", "NumPy", "Commit", "Command", "Date")
+"""What of `facts` a section leaves to run.json."""
+
+
 def _machine(env: Environment) -> str:
-    """Both, a line each."""
-    pairs = filter(None, (limits(env), facts(env)))
+    """Limits, then facts, a line each."""
+    told = [fact for fact in facts(env) if not fact[0].startswith(LEFT_OUT)]
+    pairs = filter(None, (limits(env), told))
     return "\n".join(f"- {'; '.join(f'{what}: {x}' for what, x in each)}" for each in pairs)

@@ -20,28 +20,31 @@ FLOAT32: Final = "float32"
 LLAMA_CPP: Final = "llama.cpp, CPU"
 
 
-def of_decoder(path: Path) -> Table | None:
-    """Tokens a second of the decoder beside the same decoder on float16 products of torch."""
-    bench, where = _read(path, "bench")
-    mixed = bench and any(one.startswith("experts") for one in bench["choices"])
-    differ = (
-        "kernels. Experts of the float16 side are torch's `_grouped_mm` in bfloat16."
-        if mixed
-        else "kernels, but at batch 1 norms and gates of the exact side are within its products."
+def of_decoders(path: Path) -> Table | None:
+    """Tokens a second of the decoder beside the same decoder on float16 products of torch: of a
+    dense model, and of one with experts."""
+    both = [_read(path.with_name(name), "bench") for name in (path.name, "decoder_experts.json")]
+    found = [(bench, where) for bench, where in both if bench]
+    sizes = "; ".join(
+        f"{bench['shapes']}, {bench['weights_gb']:.2f} GB in {bench['format'].upper()}, {where}"
+        for bench, where in found
     )
-    return bench and of_records(
+    if not found:
+        return None
+    return of_records(
         (
-            _words("tokens/s", "case"),
+            _words("tokens/s", "shapes"),
+            _words("", "case"),
             Column("exact", lambda row: f"{row['exact']:,.0f}"),
             Column("x float16", lambda row: ratio(row["x_exact"])),
             Column("fast", lambda row: f"{row['fast']:,.0f}" if row["fast"] else ABSENT),
             Column("x float16", lambda row: ratio(row["x_fast"])),
             Column("float16 torch.matmul", lambda row: f"{row['fp16']:,.0f}"),
         ),
-        bench["rows"],
-        f"Shapes of {bench['shapes']}, random weights in {bench['format'].upper()}, "
-        f"{bench['weights_gb']:.2f} GB, {where}. Between its products either side has the same "
-        + differ,
+        [{"shapes": bench["shapes"], **row} for bench, _ in found for row in bench["rows"]],
+        f"Shapes of models, random weights: {sizes}. Between its products either side has the same "
+        "kernels, but norms and gates of a dense model at batch 1 are within products of the exact "
+        "side. Experts of the float16 side are torch's `_grouped_mm` in bfloat16.",
     )
 
 
@@ -163,8 +166,7 @@ def experts_in_short(path: Path) -> str:
 
 
 TABLES: Final = (
-    ("A decoder", of_decoder, "decoder.json"),
-    ("A decoder with experts", of_decoder, "decoder_experts.json"),
+    ("Decoders", of_decoders, "decoder.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
     ("Mixtures of experts", of_experts, "experts.json"),

@@ -22,9 +22,7 @@ from results.render.table import ABSENT, Column, Line, Table, cell, dims, markdo
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
 )
-RATIO_NOTE: Final = (
-    "x parent compares two times of one loop: it is left out where the parent's is of another."
-)
+RATIO_NOTE: Final = "x parent: of two times of one loop."
 CALLED: Final[tuple[Size, ...]] = (
     (1, 4096, 14336),
     (16, 4096, 14336),
@@ -74,7 +72,7 @@ def ladder_table(
             f"([run]({source})). The kernel alone, at the M x N x K of its branch."
         )
     if any(row.parent and not row.x_parent and row.status == "ok" for row in shown):
-        title.append(RATIO_NOTE)
+        title[0] += f" {RATIO_NOTE}"
     if any(row.key in stale for row in shown):
         title.append(STALE_NOTE)
     lines = []

@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"qformats", "reference", "results", "steps"}
 RIGHT = """
 from qformats import dequantize
+from reference import nmse
 
-right = a.astype(np.float64) @ dequantize(blocks).T.astype(np.float64)
+right = a.astype(np.float64) @ dequantize(quantize(w, "q4_0")).T.astype(np.float64)
 assert nmse(c, right) < 1e-4, "more than activations of 8 bits lose"
 assert np.array_equal(machine.host(out), c)
 """
@@ -97,7 +98,7 @@ def example() -> str:
 
 def test_it_multiplies_from_another_folder(python: Path, tmp_path: Path) -> None:
     """In the simulator where there is no GPU: C is right, and a plan's has the same bits."""
-    printed = run([python, "-c", example() + RIGHT], tmp_path)
+    printed = run([python, "-c", f"{example()}\nprint(choice)\n{RIGHT}"], tmp_path)
     assert re.match(r"step \d+ .* for M=4 N=64 K=256", printed)
 
 
