@@ -101,7 +101,7 @@ def command_line() -> str:
     return shlex.join(re.sub(r"^(--[\w-]+=)?/.*/", r"\1", one) for one in sys.orig_argv)
 
 
-def environment(command: str | None = None, *, root: Path = ROOT) -> Environment:
+def environment(command: str | None = None) -> Environment:
     """This machine before a run. Never raises: a part that cannot be asked is null."""
     device = _device_facts()
     smi = nvidia_smi(device=str(device.pop("pci_bus_id", None) or "0"))
@@ -117,7 +117,7 @@ def environment(command: str | None = None, *, root: Path = ROOT) -> Environment
         clocks_mhz=Clocks(
             before=_number(smi.get("clocks.sm")), max=_number(smi.get("clocks.max.sm"))
         ),
-        git=git_state(root),
+        git=git_state(),
         command=command if command is not None else command_line(),
         utc=utc_now(),
     )

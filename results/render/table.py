@@ -165,8 +165,8 @@ def number(x: float) -> str:
     return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
 
 
-def cell(value: float | None, unit: str = "") -> str:
-    return ABSENT if value is None or not math.isfinite(value) else number(value) + unit
+def cell(value: float | None) -> str:
+    return ABSENT if value is None or not math.isfinite(value) else number(value)
 
 
 def whole(value: int | None) -> str:

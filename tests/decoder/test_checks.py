@@ -91,7 +91,7 @@ def test_a_broken_product_is_outside(tiny: Path, how: str, which: str) -> None:
         assert (off > bound) or (accuracy == "fast" and how == "one wrong scale"), (off, bound)
 
 
-@pytest.mark.parametrize("rounding", stated_errors.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ["exact", "Q8_1", "fast"])
 def test_what_one_product_is_off_by(rounding: str) -> None:
     """With an outlier channel in x, which sets the scale of a token."""
     rng = np.random.default_rng(0)

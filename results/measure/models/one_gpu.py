@@ -389,10 +389,10 @@ def case_of(kind: str, count: int) -> tuple[str, int, int]:
     return f"decode, batch {count}", count * STEPS, STEPS
 
 
-def telling(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Says how long it has taken so far, too."""
+def telling() -> Callable[[str], None]:
+    """Prints how long it has taken so far, too."""
     start = time.perf_counter()
-    return lambda what: say(f"{time.perf_counter() - start:6.1f} s  {what}")
+    return lambda what: print(f"{time.perf_counter() - start:6.1f} s  {what}")
 
 
 def facts(operations: Operations) -> dict[str, Any]:
@@ -418,10 +418,9 @@ def measure(
     format_name: str = "q4_0",
     config: Config = LLAMA_3_8B,
     jobs: int = 1,
-    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All cases as data, see `row`."""
-    tell = telling(say)
+    tell = telling()
     ours, baseline = models(config, format_name, operations, torch.device("cuda"))
     torch.cuda.synchronize()
     weights = sum(map(bytes_of, ours.products))

@@ -155,10 +155,9 @@ def measure(
     format_name: str = "q4_0",
     models: Sequence[Any] = MODELS,
     jobs: int = 1,
-    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All cases as data, see `row`. Every rank calls this."""
-    tell = one_gpu.telling(say)
+    tell = one_gpu.telling()
     rows: list[dict[str, Any]] = []
     for name, config, cases in models:
         rows += of_model(name, config, cases, ranks, operations, format_name, jobs, tell)

@@ -32,7 +32,6 @@ SAFETY: Final = 2.0
 errors that are not quite independent. Emulated roundings stay within 1.3 (tests)."""
 HALF: Final = 2.0**-11 / math.sqrt(3) / math.sqrt(1.5 / math.log(2))
 """Relative root mean square of what rounding to float16 changes."""
-ROUNDINGS: Final = ("exact", "Q8_1", "fast")
 EXACT_TOKENS: Final = 16
 """Up to so many tokens "fast" selects the steps that "exact" does."""
 
@@ -40,7 +39,7 @@ EXACT_TOKENS: Final = 16
 def variance(x: Any, weight: Any, y: Any, rounding: str) -> Any:
     """Of what a product y [M, N] of x [M, K] and weight [N, K], all tensors, is off by.
 
-    rounding: one of `ROUNDINGS`
+    rounding: "exact", "Q8_1" or "fast"
     """
     if rounding == "fast" and len(x) <= EXACT_TOKENS:
         rounding = "exact"

@@ -146,14 +146,14 @@ def _drawn(instruction: Instruction, identity: str) -> Markup:
     return head + Markup("").join(parts) + Markup("</svg>")
 
 
-def _lane(lane: int, address: int | None, drawn: str, what: str = "byte") -> Markup:
+def _lane(lane: int, address: int | None, drawn: str) -> Markup:
     """A lane's box, with what belongs to it below; `drawn` are paths, the first its line."""
     x = LEFT + LANE * lane
     box = f'<path class="box" d="M{x + 1} 1h{LANE - 2}v{LANES_HIGH - 2}h{2 - LANE}z"/>'
     number = f'<text x="{x + LANE / 2:g}" y="13">{lane}</text>'
     if address is None:
         return Markup(f'<g class="idle">{box}{number}</g>')
-    says = f"<title>lane {lane}: {what} {address}</title>"
+    says = f"<title>lane {lane}: byte {address}</title>"
     return Markup(f'<g class="lane" style="--i:{lane}">{says}{drawn}{box}{number}</g>')
 
 

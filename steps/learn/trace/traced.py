@@ -51,14 +51,13 @@ def trace(
     size: Size,
     *,
     dtype: str | None = None,
-    block: tuple[int, int, int] = (0, 0, 0),
     warps: Collection[int] | None = None,
 ) -> Trace:
     """Records the step's own launch, without its activation pass: where lanes load and store does
     not depend on the values of A, which are zeros here.
 
     dtype: of C, by default the step's own. warps: by default the first of each warpgroup,
-    for warps that have work of their own. ValueError where there is no such block or warp.
+    for warps that have work of their own. ValueError where there is no such warp.
     """
     (m, n, k), step, machine = size, work.step, Simulator()
     fmt = FORMATS[work.format]
@@ -86,7 +85,7 @@ def trace(
     threads = math.prod(launch.block)
     if warps is None:
         warps = range(0, -(-threads // WARP), WARPGROUP // WARP)
-    recorder = Recorder(block, warps)
+    recorder = Recorder(warps=warps)
     simulate(
         launch.kernel,
         launch.grid,
