@@ -252,7 +252,7 @@ def kernel(
             # Half of a stage, 64 K, for both accumulator halves in turn. A wait leaves only the
             # newest product running: registers of the other are free. It is a loop, and not
             # written out for both halves of a stage, since ptxas gives each product that it
-            # sees registers of its own.
+            # sees registers of its own. So with one accumulator half no product may be running.
             if half == 0:
                 wait_full(memory, stage, parity)
             at = weights_at + stage * w_bytes + warp * warp_bytes
@@ -260,12 +260,11 @@ def kernel(
             loaded = load(memory, at, lane, half)
             if acc_halves == 2:
                 loaded1 = load(memory, at + acc_half_bytes, lane, half)
-            acc = wait_for_all_but_one(acc)
             if acc_halves == 1:
-                # the half before has been multiplied but for its last product
+                acc = wait_for_all(acc)  # else its registers are written while they are multiplied
                 acc = multiply(acc, loaded, b)
-                acc = wait_for_all_but_one(acc)
             else:
+                acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, loaded, b)
                 acc1 = wait_for_all_but_one(acc1)
             # the stage before has been multiplied
