@@ -107,8 +107,9 @@ def kernel(format_name: str, warps: int, token_groups: int, blocks_per_sm: int) 
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
     def w4a8_mma_int8(w, row_scales, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
-        a: K-outermost."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T, in `blocks_k` of 32 K; w and row_scales of
+        qformats.repack.tiles. a is Q8_1, K-outermost: qa int8 [K/16, M, 16], the codes, and ds
+        float32 [K/32, M, 2]: of a block its scale d, and s, d times the sum of its codes."""
         tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [chunk][token][word]
         d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
         s_a = cuda.shared.array(floats_s, float32, alignment=16)
