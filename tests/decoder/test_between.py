@@ -28,6 +28,7 @@ from steps.decoder.model import (
     Concatenated,
     Decoder,
     Greedy,
+    Turns,
     embedding_of,
     generate,
     step_products,
@@ -616,3 +617,29 @@ def test_prompts_on_a_gpu(cuda: Any, batch: int, tokens: int, shape: tuple[int, 
         found.append((y, cache))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
+
+
+def test_tokens_on_two_streams_take_turns(monkeypatch: Any) -> None:
+    """A chain needs all multiprocessors: the next one, of whatever stream, waits for it. What is
+    captured waits when it is replayed."""
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self) -> None:
+            self.waited: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited.append(other)
+
+    turns, device, one, two = Turns(), torch.device("cuda", 0), Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for stream in (one, one, two, two, one):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, found=stream: found)
+        with turns.taken(device):
+            pass
+    assert (one.waited, two.waited, turns.captured) == ([two], [one], 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with turns.taken(device), turns.taken(torch.device("cpu")):
+        pass
+    assert (one.waited, two.waited, turns.captured) == ([two], [one], 1)
