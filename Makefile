@@ -83,7 +83,7 @@ help: ## this list
 setup: $(READY) ## make the virtual environment (every other target does it, too)
 
 step%: $(READY) ## check step N in all formats; with a GPU, time it
-	@$(PY) -m steps run $* $(TOLD)
+	@$(PY) -m steps run '$(subst ','"'"',$*)' $(TOLD)
 
 ladder: $(READY) ## the same for every step; with a GPU, draw build/ladder.svg
 	@$(PY) -m steps ladder $(TOLD)

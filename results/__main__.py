@@ -29,24 +29,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="a run.json (default: the largest)")
     parser.add_argument("--out", type=Path, help="where charts or the page go")
     options = parser.parse_args(arguments)
+    try:
+        return _done(options)
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+
+
+def _done(options: argparse.Namespace) -> int:
     path = options.run or headline(options.root / "results")
     if path is None:
         print(NOTHING)
     command, *more = options.what
     if command in COMMANDS and not more:
         if command != "page" and not (options.root / "README.md").exists() and not options.out:
-            parser.error(f"{options.root} has no README.md: name a checkout with --root")
+            raise ValueError(f"{options.root} has no README.md: name a checkout with --root")
         return COMMANDS[command](path, options)
     wanted = {}
     for one in options.what:
         key, equals, values = one.partition("=")
         if not equals:
-            parser.error(f"{one!r} is none of {', '.join(COMMANDS)}, and no value such as M=8")
+            raise ValueError(f"{one!r} is none of {', '.join(COMMANDS)}, and no value such as M=8")
         wanted[key.lower()] = values.lower().split(",")
-    try:
-        return _print(path, options.root, wanted)
-    except ValueError as error:
-        parser.error(str(error))
+    return _print(path, options.root, wanted)
 
 
 def _print(path: Path | None, root: Path, wanted: dict[str, list[str]]) -> int:

@@ -30,7 +30,7 @@ def read(path: Path | str) -> Run:
     """A run. RecordError, with the file's name, for anything else."""
     try:
         return from_json(Run, Path(path).read_text(encoding="utf-8"))
-    except RecordError as error:
+    except (RecordError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: {error}") from None
 
 

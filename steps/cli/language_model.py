@@ -93,6 +93,10 @@ def _done(args: Namespace, work: Work) -> int:
     from steps.decoder.text.vocabulary import require_utf8
 
     torch = operations.torch
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ValueError(f"--json {args.json}: name a file, in a folder that is there")
+    if args.reference and (asked("check") or asked("bench")):
+        raise ValueError("--check and --bench run on a GPU: leave --reference out")
     if asked("prompt") is not None and asked("ids") is not None:
         raise ValueError("give --prompt or --ids, not both")
     for name in ("prompt", "system"):

@@ -19,7 +19,7 @@ from results.record.schema import Environment, Peer, Row, Run, in_order
 from results.render import table
 from steps.checks.cases import Case, cases
 from steps.checks.run import Outcomes, check_works, fatal
-from steps.checks.select import select, with_parents
+from steps.checks.select import UsageError, select, with_parents
 from steps.cli import exercises, gguf_weights, report
 from steps.cli.arguments import (
     MachineOf,
@@ -89,6 +89,8 @@ def check(args: Namespace) -> int:
     """The checks alone; 1 if anything is wrong."""
     if args.file is not None:
         return exercises.check(args)
+    if args.hint or args.solution:
+        raise UsageError("hints and solutions are for a file of your own: name it, --file (FILE=)")
     return _checked_only(Asked.on(machines(args.machine), args), quick=args.quick)
 
 

@@ -21,6 +21,7 @@ from steps.registry import path_of
 from steps.simulator.trace import BULK, Instruction, first_warps
 
 WIDEST: Final = 44  # characters of a source line in the table
+MOST_NUMBERS: Final = 1 << 28  # of A, W and C
 
 
 def trace(args: Namespace) -> int:
@@ -30,6 +31,12 @@ def trace(args: Namespace) -> int:
     home = home_shapes_of(args, work.step)[0]
     size = home if args.k else traced.size_of(work, home)
     require_depth(work.format, size[2])
+    m, n, k = size
+    if (numbers := m * k + n * k + m * n) > MOST_NUMBERS:
+        raise UsageError(
+            f"M*K + N*K + M*N = {numbers} numbers are too many, of which one block is run: use at "
+            f"most {MOST_NUMBERS}"
+        )
     warps = None if args.warp is None else (args.warp,)
     with refusing(ValueError):
         found = traced.trace(work, size, dtype=args.dtype, warps=warps)

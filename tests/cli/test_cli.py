@@ -241,6 +241,7 @@ NEEDS_A_GPU = [
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["step4"], "a step is no command: name one before it, such as `run 4`"),
         (["tune", "--run", "no/run.json"], "no/run.json: No such file or directory"),
+        (["check", "4", "--hint"], "hints and solutions are for a file of your own: name it"),
         (["chat", "--ids", "1"], "chat does not know --ids"),
         (["quality", "--gpus", "2"], "quality does not know --gpus"),
         ([], "COMMAND"),

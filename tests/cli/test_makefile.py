@@ -129,6 +129,8 @@ def test_a_value_arrives_as_it_was_typed(echo: Path) -> None:
         assert command[2:] == [*before, VALUE]
     (command,) = runs(echo, "results", "M=8", f"FORMAT={VALUE}")
     assert command[1:] == ["results", "M=8", f"FORMAT={VALUE}"]
+    (command,) = runs(echo, "step4;'ls")
+    assert command[2:] == ["run", "4;'ls"]
     (command,) = runs(echo, "decoder", PROMPT=VALUE)
     assert command[2:] == ["decoder", "--prompt", VALUE]
 

@@ -48,6 +48,7 @@ def test_a_block_of_256_weights_is_deep_enough(
         ),
         (["1", "--warp", "8"], "a block of 256 threads has warps 0 to 7, no 8"),
         (["1", "--k", "33"], "K=33 is not a multiple of the block of 32"),
+        (["1", "--m", "9", "--n", "99999", "--k", "99968"], "= 9998499735 numbers are too many"),
         (["1", "2"], "name one STEP, such as 4"),
         (["99"], "there is no step 99"),
     ],

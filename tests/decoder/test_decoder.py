@@ -371,6 +371,14 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
         (["--ids", "1,x"], "'1,x' is not a list of tokens like 1,2,3"),
         (["--tokens", "0"], "'0' is not a positive whole number"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
+        (
+            ["{tiny}", "--reference", "--check"],
+            "--check and --bench run on a GPU: leave --reference",
+        ),
+        (
+            ["{tiny}", "--reference", "--json", "no/a.json"],
+            "name a file, in a folder that is there",
+        ),
         (["{tiny}", "--reference", "--ids", "300"], "has 300 and .* tokens 0 to 287: give tokens"),
         (["{tiny}", "--reference", "--prompt", "the " * 1000], "and the model's context is 1024"),
         (["nowhere.gguf", "--reference"], "No such file"),

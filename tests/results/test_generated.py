@@ -128,6 +128,10 @@ def test_command_line(tree, capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit):
         command.main(["charts", *root])
     assert f"{tree} has no README.md: name a checkout with --root" in capsys.readouterr().err
+    for asked in (["M=8", "--run", "nowhere.json"], ["page", "--run", "nowhere.json"]):
+        with pytest.raises(SystemExit):
+            command.main([*asked, "--root", str(tree)])
+        assert "nowhere.json: No such file or directory" in capsys.readouterr().err
 
 
 def test_nothing_measured_yet_passes_only_where_that_is_said(tmp_path, capsys) -> None:

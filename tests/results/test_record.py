@@ -128,6 +128,9 @@ def test_a_run_is_written_and_read(tmp_path: Path) -> None:
         path.write_text(json.dumps(data | change))
         with pytest.raises(RecordError, match=rf"^{re.escape(str(path))}: .*{message}"):
             store.read(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(RecordError, match=rf"^{re.escape(str(path))}: 'utf-8' codec can't decode"):
+        store.read(path)
     for text, message in (
         ("{", "must be JSON"),
         ("[]", "a JSON object, not list"),
