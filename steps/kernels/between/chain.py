@@ -79,7 +79,8 @@ from steps.instructions import (
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
 from steps.kernels.between.deferred_norm import ROOM
-from steps.kernels.decode.product import PAIR, product_a16
+from steps.kernels.decode.one_token import ZEROS, product_of_one, row_of_quad
+from steps.kernels.decode.product import PAIR
 from steps.kernels.parts.activations.gated import silu_times
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
@@ -197,8 +198,12 @@ class Chain:
         return self.norms_at + 16
 
     @property
+    def zeros_at(self) -> int:
+        return ceil_div(self.table_at + 4 * TABLES * FIELDS, ZEROS) * ZEROS
+
+    @property
     def shared(self) -> int:
-        return self.table_at + 4 * TABLES * FIELDS
+        return self.zeros_at + ZEROS
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -271,33 +276,26 @@ def of_kinds(values: Sequence[Any]) -> Any:
     return of_kind
 
 
-def multiply_of(formats: Sequence[str], deep: int, several: bool) -> Any:
-    """multiply(kind, acc, smem, weights, a, offsets, here, lane): a device function, as of a
-    `product_a16`, that multiplies `deep` K tiles of one of these formats. Of several, each works
-    out offsets of its own: there are no registers that keep those of all."""
+def multiply_of(formats: Sequence[str], deep: int) -> Any:
+    """multiply(kind, acc, smem, weights, a, zeros, lane): a device function, as of
+    `product_of_one`, of one of these formats."""
     name, *others = formats
-    product, pair_bytes = product_a16(name, "float16", 1), PAIR * tile_format(name).tile_bytes
-    places, multiply_tile = product.places, product.multiply
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply(kind, acc, smem, weights, a, offsets, here, lane):
-        own = places(lane, here, int32(0)) if several else offsets
-        k = int32(0)
-        while k < deep * here:  # not unrolled: registers
-            of_tile = weights + k * pair_bytes, a + 2 * TILE_K * k
-            multiply_tile(acc, smem, *of_tile, int32(0), own, here, lane)
-            k = int32(k + 1)
-
+    multiply_first, _ = product_of_one(name, deep)
     if not others:
+
+        @cuda.jit(device=True, forceinline=True)
+        def multiply(kind, acc, smem, weights, a, zeros, lane):
+            multiply_first(acc, smem, weights, a, zeros, lane)
+
         return multiply
-    other = multiply_of(others, deep, several)
+    other = multiply_of(others, deep)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_one(kind, acc, smem, weights, a, offsets, here, lane):
+    def multiply_one(kind, acc, smem, weights, a, zeros, lane):
         if kind == 0:
-            multiply(kind, acc, smem, weights, a, offsets, here, lane)
+            multiply_first(acc, smem, weights, a, zeros, lane)
         else:
-            other(int32(kind - 1), acc, smem, weights, a, offsets, here, lane)
+            other(int32(kind - 1), acc, smem, weights, a, zeros, lane)
 
     return multiply_one
 
@@ -315,10 +313,9 @@ def kernel(layout: Chain) -> Any:
     odd_at = sums_at + warps * even_bytes
     more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
     several = len(layout.formats) > 1
-    multiply = multiply_of(layout.formats, deep, several)
-    places = product_a16(layout.formats[0], "float16", 1).places
+    multiply, zeros_at = multiply_of(layout.formats, deep), layout.zeros_at
     tile_bytes_of = of_kinds([tile_format(one).tile_bytes for one in layout.formats])
-    scale_of = of_kinds([product_a16(one, "float16", 1).scale for one in layout.formats])
+    scale_of = of_kinds([product_of_one(one, deep)[1] for one in layout.formats])
 
     @cuda.jit(device=True, forceinline=True)
     def entry(smem, p, field):
@@ -470,7 +467,7 @@ def kernel(layout: Chain) -> Any:
         """See `launch`. sizes: (width, hidden, K of out, N of qkv in one format and in the last
         one, window). kinds: of each product, in `formats`."""
         smem = cuda.shared.array(0, uint8, alignment=128)
-        acc = cuda.local.array(8, float32)
+        acc = cuda.local.array(4, float32)
         griddepcontrol_launch_dependents()
         width, hidden, k_out, n_qkv, n_last, window = sizes
         products = int32(4 if n_qkv > 0 else 3)
@@ -490,6 +487,8 @@ def kernel(layout: Chain) -> Any:
             if several:  # by blocks that have fewer of the others
                 pairs = int32(uint32(n_last) // uint32(ROWS))
                 write_table(smem, int32(4), pairs, False, width, kinds[4])
+        elif t == 32 * warps + 32:
+            store_u32x4(smem, zeros_at, uint32(0), uint32(0), uint32(0), uint32(0))
         elif t == 32 * warps:
             for i in range(2 * slots):
                 mbarrier_init(smem, bars_at + 8 * i, 1)
@@ -513,9 +512,6 @@ def kernel(layout: Chain) -> Any:
             # --- the warps that multiply
             more()
             parts = int32(uint32(width) // uint32(ROWS))
-            # one token: from shared memory, or the compiler makes constants anew at each use
-            here = int32(min(entry(smem, int32(0), 2), int32(1)))
-            offsets = places(lane, here, int32(0))
             p, index = int32(0), int32(0)
             while p < products:
                 # read anew in each phase, or one is spilled, and waits behind weights in the L1
@@ -579,7 +575,7 @@ def kernel(layout: Chain) -> Any:
                     if p == 1 and pair == 1 and warp == warps - 1:  # now they are there
                         copy_squares(smem, squares, 0, parts, lane)
                         cp_async_commit()
-                    for r in range(8):
+                    for r in range(4):
                         acc[r] = 0
                     kind = int32(0)
                     if several:
@@ -606,26 +602,18 @@ def kernel(layout: Chain) -> Any:
                                         source = x_next
                                     put(smem, a_at + 2 * k, poll(source, k))
                             cuda.syncwarp()
-                        if several:  # read anew, or constants of all formats stay in registers
-                            here = int32(min(entry(smem, int32(0), 2), int32(1)))
-                        multiply(
-                            kind, acc, smem, slot * chunk, a_at + 2 * of_chunk * c, offsets, here,
-                            lane,
-                        )  # fmt: skip
+                        at = a_at + 2 * of_chunk * c
+                        multiply(kind, acc, smem, slot * chunk, at, zeros_at, lane)
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(smem, empty_at + 8 * slot)
                         c = int32(c + warps)
                     t = thread_index()
-                    if t & 3 == 0:
-                        to = int32(sums_at + (t >> 5) * even_bytes)
-                        if p & 1:
-                            to = int32(odd_at + (t >> 5) * odd_bytes)
-                        to = int32(to + of_pair * pair + (t & 31))
-                        store_f32(smem, to, acc[0])
-                        store_f32(smem, to + 32, acc[2])
-                        store_f32(smem, to + 64, acc[4])
-                        store_f32(smem, to + 96, acc[6])
+                    to = int32(sums_at + (t >> 5) * even_bytes)
+                    if p & 1:
+                        to = int32(odd_at + (t >> 5) * odd_bytes)
+                    to = int32(to + of_pair * pair + 32 * (t & 3) + (t & 28))
+                    store_f32(smem, to, row_of_quad(acc, t))
                     pair = int32(pair + 1)
                 index = int32(index + pairs * chunks)
 
