@@ -154,9 +154,8 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
             for i in range(0, w_by_16, THREADS * CHUNK):
                 cp_async_16(shared, stage_at + i + t * CHUNK, w, w_at + i)
             for i in range(w_by_16, w_bytes, THREADS * 4):
-                cp_async_4(
-                    shared, stage_at + i + t * 4, w, w_at + (i - t * (CHUNK - 4))
-                )  # w_at has 16 t
+                # w_at has 16 t, and a thread's 4 bytes are at 4 t
+                cp_async_4(shared, stage_at + i + t * 4, w, w_at + (i - t * (CHUNK - 4)))
             # --- A: each turn copies `at_once` chunks of every token, one a thread; then the d
             # (and s) of `at_once` blocks likewise
             for i in range(0, CHUNKS, at_once):

@@ -161,9 +161,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
         if lane == 0:
             mbarrier_arrive_expect(shared, bar, w_bytes + count * size)
             bulk_copy(shared, slot_w, w, source, w_bytes, shared, bar)
-        if (
-            lane < count
-        ):  # bytes may arrive before lane 0 has said how many: they count all the same
+        # Bytes may arrive before lane 0 has said how many: they count all the same
+        if lane < count:
             destination = slot_a + lane * A_ROW
             bulk_copy(shared, destination, a, int64(row) * K + k_tile * TILE_K, size, shared, bar)
             zero = uint32(0)
