@@ -14,7 +14,7 @@ from numba import cuda, uint32
 
 from qformats import FORMATS
 from qformats.repack import MINIMUM_SCALE
-from steps.instructions import and_xor, hfma2, hmul2, load_u32, prmt, select_bits
+from steps.instructions import and_xor, hfma2, high2half2, hmul2, load_u32, low2half2, select_bits
 from steps.kernels.parts.weights.codes import tile_format
 
 
@@ -119,7 +119,7 @@ def half_format(format_name: str) -> HalfFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def twice(word, block):
-        return prmt(word, word, 0x3232 if block else 0x1010)
+        return high2half2(word) if block else low2half2(word)
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):

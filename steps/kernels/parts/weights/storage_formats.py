@@ -23,7 +23,16 @@ from numba import cuda, uint32, uint64
 
 from qformats.repack import CODE_SCALE, E2M1_PLACES, MINIMUM_SCALE, TILE_K, TILE_ROWS
 from qformats.storage import PackedFormat, storage_format_named
-from steps.instructions import and_xor, hfma2, hmul2, load_u16, load_u32x2, prmt
+from steps.instructions import (
+    and_xor,
+    hfma2,
+    high2half2,
+    hmul2,
+    load_u16,
+    load_u32x2,
+    low2half2,
+    prmt,
+)
 from steps.kernels.parts.weights import codes, halves
 from steps.kernels.parts.weights.codes import TileFormat, fragments_4, highs, load_4, lows, shifted
 from steps.kernels.parts.weights.halves import LOWER_BYTES, SIXTEENTH, HalfFormat, two_of_four
@@ -115,7 +124,7 @@ def half_format(name: str) -> HalfFormat:
     @cuda.jit(device=True, forceinline=True)
     def both(word):
         """Each of two halves, twice: of the lower 16 K of a block, and of the upper."""
-        return prmt(word, word, 0x1010), prmt(word, word, 0x3232)
+        return low2half2(word), high2half2(word)
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):
