@@ -231,7 +231,7 @@ class Shared:
 
     def activations(self, work: Work, input: str) -> tuple[tuple[Any, ...], Any]:
         """(what names it, `Activations`) of a step's pass, which has been run once."""
-        reading = reading_of(work.step, input, work.family, self.data.n)
+        reading = reading_of(work.step, input, work.family, work.format, Shape(*self.shape))
         if reading.source != input or reading.columns != 1:
             raise ValueError(f"{work} reads A as {reading.source}, not as {input}")
         key = (reading.make, work.family, input)

@@ -146,7 +146,7 @@ class Choice:
         rounded once."""
         bias = request.bias if kernel.adds_bias else None
         writes = request.c if request.c in kernel.outputs and bias == request.bias else "float32"
-        reads = reading_of(kernel, request.a, family, request.n)
+        reads = reading_of(kernel, request.a, family, request.format, request.shape)
         return cls(request, kernel, family, reads, writes, bias, why)
 
     @classmethod

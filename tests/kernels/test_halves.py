@@ -18,7 +18,7 @@ from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from reference.product import least_half
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.compile.compiler import machine_code, signature_of
-from steps.contract import array_dtype
+from steps.contract import Shape, array_dtype
 from steps.driver.machines import Gpu, Simulator
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.layouts import (
@@ -31,6 +31,7 @@ from steps.kernels.parts.activations.layouts import (
     gated_rows,
     int8_rows,
     reading,
+    reading_of,
 )
 from steps.kernels.parts.activations.rows import (
     ROW_THREADS,
@@ -39,6 +40,7 @@ from steps.kernels.parts.activations.rows import (
 )
 from steps.kernels.parts.weights.bfloats import halves_to_bfloats
 from steps.kernels.parts.weights.codes import tile_format
+from steps.registry import kernel_of
 from steps.simulator.launch import simulate
 from tests.kernels.packed_tiles import (
     blocks_with,
@@ -311,6 +313,26 @@ def test_how_rows_are_read() -> None:
             assert reading(make, source) == (make, source, 1, source)
     for make in makes:
         assert reading(make, GATED) == (gated_rows, GATED, 2, "float16")
+
+
+def test_bfloat16_is_rounded_before_a_decode_product_of_many_weights() -> None:
+    """But not for weights of four bits without minima, nor where rows have the same bits at every
+    M."""
+    for fmt, m, n, k, invariant, make in (
+        ("q5_1", 16, 4096, 14336, False, all_float16_rows),
+        ("q8_0", 9, 6144, 4096, False, all_float16_rows),
+        ("q6_k", 9, 4096, 8224, False, all_float16_rows),
+        ("q4_k", 32, 14336, 4096, False, all_float16_rows),
+        ("q5_1", 8, 4096, 14336, False, float16_rows),
+        ("q5_1", 16, 4096, 8192, False, float16_rows),
+        ("q5_1", 32, 4096, 4096, False, all_float16_rows),
+        ("q5_1", 32, 2048, 2048, False, float16_rows),
+        ("q4_0", 16, 4096, 14336, False, float16_rows),
+        ("mxfp4", 16, 4096, 14336, False, float16_rows),
+        ("q5_1", 16, 4096, 14336, True, float16_rows),
+    ):
+        shape = Shape(m, n, k, invariant)
+        assert reading_of(kernel_of(18), "bfloat16", "A16", fmt, shape).make is make
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 160), (3, 4128)])

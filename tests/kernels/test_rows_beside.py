@@ -13,7 +13,7 @@ from reference import Problem
 from reference.bfloat16 import bfloat16_bits
 from steps.checks.verify import multiply, prepare, verify
 from steps.compile.compiler import machine_code, signature_of
-from steps.contract import Kernel, Work
+from steps.contract import Kernel, Shape, Work
 from steps.driver.machines import Gpu, Simulator
 from steps.kernels.parts.activations import beside, layouts
 from steps.kernels.parts.activations.beside import rows_operand
@@ -85,7 +85,9 @@ def test_the_pass_of_many_rows_is_of_the_first() -> None:
 
 def test_a_product_with_many_features_leaves_all_rows_to_the_pass() -> None:
     for n, make in ((8192, float16_rows_of_many), (8193, all_float16_rows)):
-        assert layouts.reading_of(kernel_of(14), "bfloat16", "A16", n).make is make
+        shape = Shape(4096, n, 4096)
+        reading = layouts.reading_of(kernel_of(14), "bfloat16", "A16", "q4_0", shape)
+        assert reading.make is make
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

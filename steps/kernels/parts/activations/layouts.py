@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from qformats import BLOCK, block_q8_1
+from qformats import BLOCK, FORMATS, block_q8_1
 from qformats.repack import CHUNK, MMA_ORDER, TILE_K
+from qformats.storage import storage_format
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.operands import Q81, Bfloats, Halves, Tokens
 from steps.contract import (
@@ -29,6 +30,7 @@ from steps.contract import (
     Launch,
     Machine,
     MakeActivations,
+    Shape,
     ceil_div,
     dtype_name,
 )
@@ -49,6 +51,15 @@ from steps.kernels.parts.activations.rows import (
 H200_OVERLAP_K: Final = 32
 """K for each row up to which the pass of bfloat16 A is launched with overlap. Where rows are fewer
 and longer, its blocks come so early that they hold up the product before."""
+
+ROUNDED_TOKENS: Final = 9
+H200_ROUNDED_WEIGHTS: Final = 6144 * 4096
+H200_NATIVE_FEATURES: Final = 4096
+H200_NATIVE_K: Final = 8192
+"""Tokens and weights (N K) from which bfloat16 A takes the pass of `all_float16_rows` in a decode
+kernel, beyond N or K of the last two. Float16 meets scaled weights there, bfloat16 scaled sums; of
+fewer weights the pass costs more than that, and so it does of weights of four bits without minima.
+N counts once for each 16 tokens, as those are blocks of their own."""
 
 
 def float32_quantized_inside(a: Any, machine: Machine) -> Activations:
@@ -163,16 +174,32 @@ def _inputs(make: MakeActivations, bfloat16: bool) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def reading_of(step: Kernel, source: str, family: Family, n: int = 0) -> Reading:
-    """`reading` of a step, for a product with n features. A dtype that it does not read (`inputs`)
-    it takes as float32, and a lesson without float32 as its own dtype."""
+def reading_of(
+    step: Kernel, source: str, family: Family, format_name: str = "", shape: Shape | None = None
+) -> Reading:
+    """`reading` of a step, for a product with these weights. A dtype that it does not read
+    (`inputs`) it takes as float32, and a lesson without float32 as its own dtype."""
     make, taken = step.activations[family], inputs(step, family)
-    if make is float16_rows_of_many and n > H200_BESIDE_FEATURES:
+    if make is float16_rows_of_many and shape and shape.n > H200_BESIDE_FEATURES:
+        make = all_float16_rows
+    if make is float16_rows and shape and _rounds_first(format_name, shape):
         make = all_float16_rows
     if step.inputs:
         takes = source if source in taken else taken[0]
         return Reading(make, takes, 1, takes)
     return reading(make, source if source == GATED or source in taken else "float32")
+
+
+def _rounds_first(format_name: str, shape: Shape) -> bool:
+    """Whether bfloat16 A is rounded to float16 before a decode kernel. Of an invariant product the
+    number of tokens must not decide it."""
+    fmt = storage_format(FORMATS[format_name])
+    plain = fmt.bits == 4 and "m" not in (fmt.dtype.names or ())
+    if plain or shape.invariant or shape.m < ROUNDED_TOKENS:
+        return False
+    n = shape.n * ceil_div(shape.m, 16)
+    many = n > H200_NATIVE_FEATURES or shape.k > H200_NATIVE_K
+    return many and n * shape.k >= H200_ROUNDED_WEIGHTS
 
 
 # Other layouts are made of Q81.
