@@ -33,7 +33,9 @@ The accumulators go through every instruction as a tuple, which is how the compi
 change. Where ptxas finds accumulators or A fragments touched while they may be in use, it makes
 every `wgmma` wait for itself and says so only in a remark (C7510 to C7519), which the tests of
 machine code look for. A fragments carried from one turn of a loop to the next are such a touch;
-made and used in one turn they are not.
+made and used in one turn they are not. Then ptxas waits for nothing: the next turn writes the same
+registers, so their product must have been waited for, and products differ from run to run if not.
+Two products a turn have registers of their own. Tests of machine code follow them all.
 """
 
 from functools import cache

@@ -3,7 +3,9 @@ in float64, of any routing, in the simulator and on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +13,21 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS
-from qformats.repack import byte_tiles, tiles
+from qformats.repack import byte_storage_format, byte_tiles, tiles
+from qformats.storage import storage_format
 from reference import Bfloats, Halves, Problem, Tokens
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound
 from reference.product import same_operands
 from steps.compile.compiler import machine_code, signature_of
-from steps.contract import array_dtype
+from steps.contract import Launch, array_dtype
 from steps.driver.machines import Gpu, Simulator
 from steps.kernels.experts import few, many, routing, sorted_rows
 from steps.kernels.experts.contract import ExpertsOperands, ExpertsRequest
 from steps.kernels.experts.gates import gated
 from steps.product.experts import choose
+from tests.steps.test_steps_machine_code import no_wgmma_loses_its_weights
+from tests.steps.works import STORED
 
 GUARD = 128
 """Values on each side of C that no kernel may touch: its address stays a multiple of 16."""
@@ -390,22 +395,22 @@ COMPILED = {
 }
 
 
+def launches_of(request: ExpertsRequest) -> tuple[Launch, ...]:
+    """To compile: of operands without values."""
+    a, out = np.zeros((1, 32), array_dtype(request.a)), np.zeros((1, 1, 1), array_dtype(request.c))
+    packed, scales = np.zeros(16, np.uint8), np.zeros(4, np.float32)
+    bias = np.zeros((1, 1), array_dtype(request.bias)) if request.bias else None
+    given = ExpertsOperands(packed, scales, a, np.zeros((1, 1), np.int32), out, bias)
+    return many.launches(request, given, Simulator(), request.accuracy == "fast")
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.every] * (x in ("float32", "fast"))) for x in COMPILED],
 )
 def test_no_spills_and_products_that_run_on(name: str) -> None:
     request = COMPILED[name]
-    arrays = (
-        np.zeros(16, np.uint8),
-        np.zeros(4, np.float32),
-        np.zeros((1, 32), array_dtype(request.a)),
-    )
-    bias = np.zeros((1, 1), np.float32) if request.bias else None
-    out = np.zeros((1, 1, 1), array_dtype(request.c))
-    given = ExpertsOperands(*arrays, np.zeros((1, 1), np.int32), out, bias)
-    fast = request.accuracy == "fast"
-    launches = many.launches(request, given, Simulator(), fast)
+    fast, launches = request.accuracy == "fast", launches_of(request)
     for launch in launches:
         code = machine_code(launch.kernel, signature_of(launch.args))
         assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
@@ -413,6 +418,7 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
         assert not code.count("DADD", "DMUL", "DFMA", "LDL", "STL")
         # A to int8 divides by a scale, of which an odd one is a call
         assert not code.count("CALL") or launch.kernel.__name__ == "by_expert"
+    no_wgmma_loses_its_weights(code)
     # 64 K of two accumulator halves, of wide tiles, and of narrow ones where there are such
     widths = 1 if request.bias and not request.gate else 2
     wanted = (0, 4 * widths) if fast else (8 * widths, 0)
@@ -420,6 +426,45 @@ def test_no_spills_and_products_that_run_on(name: str) -> None:
     assert code.count("UTMALDG")
     assert not code.count("LDGSTS", "LDG.E.128")
     assert launches[-1].shared_bytes <= 227 * 1024
+
+
+def every_tile() -> Iterator[pytest.param]:
+    """(request, tokens of a tile) of one accumulator half, of two, and of gates: with ALL=1 every
+    tile, some of them in every format and others in one. `make test` takes one half, exact and
+    fast; those above have two."""
+    kinds: dict[str, dict[str, Any]] = {
+        "half": {"n": 128},
+        "halves": {"n": 256},
+        "bias": {"n": 256, "a": "float32", "bias": "float32"},
+        "gated": {"n": 256, "gate": "silu"},
+    }
+    for accuracy, (kind, given), (i, tokens) in product(
+        ("exact", "fast"), kinds.items(), enumerate(many.TOKENS)
+    ):
+        fast = accuracy == "fast"
+        stored_as = byte_storage_format if fast else storage_format
+        names = {stored_as(FORMATS[name]).name: name for name in reversed(STORED)}.values()
+        for j, name in enumerate(names):
+            bits, scaled = stored_as(FORMATS[name]).bits, kind == "bias" and not fast
+            if tokens <= many.most_tokens(bits, fast, scaled, kind == "gated") and (
+                tokens in (32, 128, 144, 160) or j == i % len(names)
+            ):
+                often = kind == "half" and (name, tokens) == ("q8_0" if fast else "q4_0", 128)
+                request = replace(SMALL, format=name, accuracy=accuracy, **given)
+                label = f"{accuracy}-{kind}-{name}-{tokens}"
+                marks = [] if often else [pytest.mark.every]
+                yield pytest.param(request, tokens, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("request_", "tokens"), list(every_tile()))
+def test_nothing_writes_what_a_running_wgmma_reads(
+    request_: ExpertsRequest, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many, "TOKENS", (tokens,))
+    launch = next(x for x in launches_of(request_) if x.kernel.__name__ == "experts_many")
+    code = machine_code(launch.kernel, signature_of(launch.args))
+    assert f"64x{tokens}x" in code.sass
+    no_wgmma_loses_its_weights(code)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from steps.compile.compiler import MachineCode, machine_code, signature_of
 from steps.contract import Family, Kernel, Launch, Size, Step, Work
 from steps.product.choice import Choice
 from steps.registry import find, kernel_of, ladder
+from tests.steps.running_wgmma import LABEL, LINE, TARGET, misused
 from tests.steps.works import ENGINEERED, STORED, WITH_LESSONS, in_turn, label_of, marks_of
 
 OLDER, NEWEST = {"sm_75": (7, 5), "sm_80": (8, 0)}, "sm_90a"
@@ -224,79 +225,27 @@ def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
     assert own_code(3, "q4_0").count("IDP") == 8
 
 
-# --- wgmma reads the registers of A while others are written --------------------------------------
-# Each group of multiplications runs on while the weights of the next are unpacked. They may not
-# take the registers that it still reads, and no simulator shows it: there registers are values.
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S.*?)\s*;", re.MULTILINE)
-GMMA = re.compile(r"[HI]GMMA\.\S+ R\d+, R(\d+)\S*, gdesc\[UR\d+\], (?:R\d+|RZ)")
-METADATA = re.compile(r"HGMMA\.SP\..*, R(\d+), 0x[01]")
-WRITTEN = re.compile(r"(?!BAR)([A-Z][\w.]*) (?:U?P\w+, )?R(\d+)\b")
+# --- wgmma runs on -------------------------------------------------------------------------------
+# while the weights of the next half stage are unpacked: see tests.steps.running_wgmma.
 
 
-def loop_of_wgmma(sass: str) -> list[str]:
-    """The instructions from the label before the first wgmma to the branch back to it, which comes
-    after the last one: all of them are in one loop."""
+def loops_of_wgmma(sass: str) -> list[list[str]]:
+    """The instructions of the innermost loop round each wgmma, each loop once."""
     lines = sass.splitlines()
-    places = [i for i, line in enumerate(lines) if re.search(r"\b[HI]GMMA\b", line)]
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
-    for end in range(places[-1], len(lines)):
-        back = re.search(r"\bBRA `\((\.L\w+)\)", lines[end])
-        if back and labels[back[1]] < places[0]:
-            return INSTRUCTION.findall("\n".join(lines[labels[back[1]] : end + 1]))
-    raise AssertionError("wgmma outside a loop")
-
-
-def registers_of_a(instruction: str) -> set[int]:
-    """Those of a sparse A have their metadata in another."""
-    found, metadata = GMMA.match(instruction), METADATA.match(instruction)
-    assert found, f"its A is no register: {instruction}"
-    assert bool(metadata) == (".SP." in instruction), f"no metadata: {instruction}"
-    fragments = set(range(int(found[1]), int(found[1]) + 4))
-    return fragments | {int(metadata[1])} if metadata else fragments
-
-
-def commit_groups(loop: list[str]) -> list[set[int]]:
-    """The registers of A of each commit group, in the order of the program."""
-    groups, own = [], set()
-    for instruction in loop:
-        if re.match("[HI]GMMA", instruction):
-            own |= registers_of_a(instruction)
-            if instruction.endswith("gsb0"):
-                groups.append(own)
-                own = set()
-    assert not own, "what is multiplied last in the loop is committed there"
-    return groups
-
-
-def neighbours_that_share(loop: list[str]) -> list[set[int]]:
-    """Registers of A that a group has in common with the one before it, that of the first being the
-    last of the loop."""
-    groups = commit_groups(loop)
-    assert len(groups) > 1, "two groups at least: one multiplies while the other is made"
-    return [a & b for a, b in zip(groups, groups[-1:] + groups[:-1], strict=True) if a & b]
-
-
-def written_too_early(loop: list[str]) -> list[str]:
-    """Instructions that write a register of A between a wgmma and the wait for its group."""
-    running: list[set[int]] = []
-    own: set[int] = set()
-    found = []
-    for instruction in 2 * loop:  # again, with the last group of the first time running
-        wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", instruction)
-        write = WRITTEN.match(instruction)
-        if wait:
-            running = running[max(0, len(running) - int(wait[1], 16)) :]
-        elif re.match("[HI]GMMA", instruction):
-            own |= registers_of_a(instruction)
-            if instruction.endswith("gsb0"):
-                running.append(own)
-                own = set()
-        elif write:
-            name, first = write[1], int(write[2])
-            wide = 4 if ".128" in name else 2 if re.search(r"\.64|WIDE|^CS2R", name) else 1
-            if not own.union(*running).isdisjoint(range(first, first + wide)):
-                found.append(instruction)
-    return found
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
+    ends = [i for i, line in enumerate(lines) if re.search(r"\bBRA `\(", line)]
+    backs = [(labels[TARGET.search(lines[end])[1]], end) for end in ends]
+    spans = []
+    for i, line in enumerate(lines):
+        if re.search(r"\b[HI]GMMA\b", line):
+            around = [(begin, end) for begin, end in backs if begin < i < end]
+            assert around, f"wgmma outside a loop: {line.strip()}"
+            if around[0] not in spans:
+                spans.append(around[0])
+    return [
+        [found[3] for line in lines[begin : end + 1] if (found := LINE.match(line))]
+        for begin, end in spans
+    ]
 
 
 def unread_when_given_back(loop: list[str]) -> list[str]:
@@ -316,13 +265,11 @@ def unread_when_given_back(loop: list[str]) -> list[str]:
 
 
 def no_wgmma_loses_its_weights(code: MachineCode) -> None:
-    """Nothing writes a register that a running wgmma still reads, or a stage that a load does."""
-    loop = loop_of_wgmma(code.sass)
-    in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
-    assert in_loop == code.count("HGMMA", "IGMMA"), "some are outside the loop"
-    assert neighbours_that_share(loop) == []
-    assert written_too_early(loop) == []
-    assert unread_when_given_back(loop) == []
+    """Nothing touches a register that a running wgmma still uses, or copies over a stage while a
+    load reads it."""
+    assert misused(code.sass) == [], code.name
+    for loop in loops_of_wgmma(code.sass):
+        assert unread_when_given_back(loop) == [], code.name
 
 
 Call = tuple[str, str]
@@ -422,7 +369,7 @@ def test_every_tile_of_wgmma(
 def int8_weights_are_made_above_the_wait(code: MachineCode) -> None:
     """So they become int8 while products run. Behind the waits, which are for the registers of the
     operands, come the eight instructions that write them, and less than a third of all others."""
-    loop = loop_of_wgmma(code.sass)
+    (loop,) = loops_of_wgmma(code.sass)
     waits = [i for i, line in enumerate(loop) if line.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
     assert len(waits) == 2
     products = [i for i, line in enumerate(loop) if line.startswith("IGMMA")]
@@ -432,56 +379,28 @@ def int8_weights_are_made_above_the_wait(code: MachineCode) -> None:
     assert 0 <= late < (len(made) - 2 * 8) / 3, (late, len(made))
 
 
-RIGHT_LOOP = """
+LOOP = """
         /*0010*/                   LDS.128 R8, [R4] ;
 .L_x_1:
         /*0020*/                   HFMA2 R24, R8, R5.reuse, R6 ;
-        /*0030*/                   HFMA2 R31, R9, R5, R6 ;
-        /*0040*/                   WARPGROUP.ARRIVE ;
-        /*0050*/                   HGMMA.64x8x16.F32 R40, R24, gdesc[UR16], R40, !UPT ;
-        /*0060*/                   LDS.64 R36, [R4+0x200] ;
-        /*0070*/                   HGMMA.64x8x16.F32 R40, R28.reuse, gdesc[UR20], R40, gsb0 ;
-        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
-        /*0090*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R23+URZ], RZ ;
-        /*00a0*/                   LOP3.LUT P1, RZ, R24, 0x1f, RZ, 0xc0, !PT ;
-        /*00b0*/                   WARPGROUP.ARRIVE ;
-        /*00c0*/                   HGMMA.64x8x16.F32 R40, R32, gdesc[UR20], R40, gsb0 ;
-        /*00d0*/               @P0 BRA `(.L_x_2) ;
-        /*00e0*/                   LDS.128 R8, [R4] ;
-        /*00f0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
-        /*0100*/                   BRA `(.L_x_1) ;
+        /*0030*/                   LDS.64 R36, [R4+0x200] ;
+        /*0040*/                   HGMMA.64x8x16.F32 R40, R24, gdesc[UR16], R40, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R23+URZ], RZ ;
+        /*0070*/               @P0 BRA `(.L_x_2) ;
+        /*0080*/                   LDS.128 R8, [R4] ;
+        /*0090*/                   BRA `(.L_x_1) ;
 .L_x_2:
-        /*0110*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00a0*/                   EXIT ;
 """
 
 
-def test_registers_that_wgmma_still_reads_are_found() -> None:
-    """A listing by hand, and changes of it each of which is wrong in one way."""
-    loop = loop_of_wgmma(RIGHT_LOOP)
-    assert len(loop) == 15
-    assert commit_groups(loop) == [set(range(24, 32)), set(range(32, 36))]
-    assert neighbours_that_share(loop) == written_too_early(loop) == []
-
-    shared = loop_of_wgmma(RIGHT_LOOP.replace("R40, R32, gdesc", "R40, R28, gdesc"))
-    assert neighbours_that_share(shared) == 2 * [set(range(28, 32))]
-    for old, new, early in (
-        ("LDS.64 R36", "LDS.64 R26", "LDS.64 R26, [R4+0x200]"),  # of a group not yet committed
-        ("LDS.128 R8", "LDS.128 R32", "LDS.128 R32, [R4]"),  # before the second group has ended
-        ("HFMA2 R31", "HFMA2 R35", "HFMA2 R35, R9, R5, R6"),  # in the next turn of the loop
-        ("LOP3.LUT P1, RZ", "LOP3.LUT P1, R31", "LOP3.LUT P1, R31, R24, 0x1f, RZ, 0xc0, !PT"),
-    ):
-        wrong = loop_of_wgmma(RIGHT_LOOP.replace(old, new))
-        assert set(written_too_early(wrong)) == {early}
-        assert neighbours_that_share(wrong) == []
-    unwaited = RIGHT_LOOP.replace("/*00f0*/                   WARPGROUP.DEPBAR", "/*00f0*/ NOP")
-    assert written_too_early(loop_of_wgmma(unwaited)) == [
-        "HFMA2 R24, R8, R5.reuse, R6",
-        "HFMA2 R31, R9, R5, R6",
-    ]
+def test_loads_that_nothing_reads_before_their_stage_is_given_back_are_found() -> None:
+    (loop,) = loops_of_wgmma(LOOP)
+    assert len(loop) == 8
     assert unread_when_given_back(loop) == ["LDS.64 R36, [R4+0x200]", "LDS.128 R8, [R4]"]
-    in_time = RIGHT_LOOP.replace("LDS.64 R36", "LDS R6").replace("LDS.128 R8", "LDS.64 R8")
-    assert unread_when_given_back(loop_of_wgmma(in_time)) == []
-    with pytest.raises(AssertionError, match="its A is no register"):
-        commit_groups(["HGMMA.64x8x16.F32 R40, gdesc[UR4], R40, gsb0"])
+    (loop,) = loops_of_wgmma(LOOP.replace("LDS.64 R36", "LDS R6").replace("LDS.128 R8", "LDS R8"))
+    assert unread_when_given_back(loop) == []
+    assert len(loops_of_wgmma(LOOP + LOOP.replace("_x_", "_y_"))) == 2
     with pytest.raises(AssertionError, match="wgmma outside a loop"):
-        loop_of_wgmma(RIGHT_LOOP.replace("BRA `(.L_x_1)", "EXIT"))
+        loops_of_wgmma(LOOP.replace("BRA `(.L_x_1)", "EXIT"))
