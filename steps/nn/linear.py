@@ -118,10 +118,14 @@ class QuantLinear(nn.Linear):
         self.sharding: Shard | None = None
         self.packings = ""
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if in_features < 1 or out_features < 1 or in_features % fmt.elements:
+        sizes = in_features, out_features
+        if not all(isinstance(one, int | np.integer) and one > 0 for one in sizes) or (
+            in_features % fmt.elements
+        ):
             raise ValueError(
-                f"in_features={in_features}, out_features={out_features}: a layer in {fmt.name} "
-                f"needs a multiple of {fmt.elements} in_features, and out_features from 1 up"
+                f"in_features={in_features!r}, out_features={out_features!r}: a layer in "
+                f"{fmt.name} needs a multiple of {fmt.elements} in_features, and out_features from "
+                "1 up"
             )
         where = torch.device(device) if device is not None else torch.get_default_device()
         row = in_features // fmt.elements * fmt.block_bytes
@@ -152,6 +156,11 @@ class QuantLinear(nn.Linear):
             source, bias = source.weight, source.bias if bias is None else bias
         if isinstance(source, np.ndarray):
             source = torch.from_numpy(np.array(source, np.float32, ndmin=1))
+        if not isinstance(source, torch.Tensor):
+            raise TypeError(
+                f"source is a {type(source).__name__}: give a torch.nn.Linear, or a matrix [N, K] "
+                "as a tensor or NumPy array"
+            )
         weight = source.detach()
         if weight.ndim != 2 or weight.shape[1] % fmt.elements or not weight.numel():
             what = linear if isinstance(linear, nn.Linear) else f"shape {list(weight.shape)}"
@@ -767,6 +776,10 @@ def quantize_model(
     """
     fmt, accuracy = _written_format(format), known_accuracy(accuracy)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    if others := [one for one in skip if not isinstance(one, str)]:
+        raise TypeError(f"skip has {others[0]!r}: it must be names of layers, such as ('lm_head',)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
     if isinstance(model, nn.Linear):
         raise ValueError("the model is itself a Linear: use QuantLinear.from_float(model, format)")
     modules = dict(model.named_modules(remove_duplicate=False))

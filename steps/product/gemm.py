@@ -452,7 +452,7 @@ def machine_for(asked: Gpu | Simulator | None, w: Any = None) -> Gpu | Simulator
         found: Gpu | Simulator = own
         return found
     if asked is not None:
-        if not hasattr(asked, "cc"):
+        if isinstance(asked, type) or not hasattr(asked, "cc"):
             raise TypeError(
                 f"machine is {asked!r}: it must be Gpu() or Simulator() of steps.driver.machines"
             )

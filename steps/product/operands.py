@@ -148,12 +148,12 @@ def weight_format(w: Any) -> Format:
     blocks, ValueError for other shapes and for scales that are not finite."""
     if not is_numpy(w):
         raise TypeError(
-            f"w must be a NumPy array of blocks (qformats.quantize makes them) or what steps.pack "
-            f"made of one, got {type(w).__name__}"
+            f"w must be a NumPy array of blocks (qformats.quantize makes them), or what steps.pack "
+            f"made of one for gemm and steps.pack_experts for experts, got {type(w).__name__}"
         )
     names = (*WEIGHT_FORMATS, *FILE_FORMATS)
     if w.dtype not in {FORMATS[name].dtype for name in names}:
-        what = "a Q8_1 block is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
+        what = "q8_1, which is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
         raise TypeError(
             f"w must hold blocks of {', '.join(names)} (qformats.quantize makes them), got {what}"
         )

@@ -44,6 +44,7 @@ from steps.product.operands import (
     is_device_array,
     require_apart,
     require_array,
+    require_out,
 )
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class Plan:
         for name, x, own, dtype in (("a", a, self._a, asked.a), ("out", out, self._out, asked.c)):
             if require_array(name, x, False, (dtype,), 2)[0] != own.shape:
                 raise ValueError(f"{name} must have shape {list(own.shape)}, got {list(x.shape)}")
+        require_out(out, self._out.shape, False, asked.c)
         require_apart(out, a=a)
         if reads_blocks(self.choice):
             require_sums_in_blocks(a)

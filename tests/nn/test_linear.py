@@ -611,12 +611,17 @@ BAD["d"][1, 0] = np.nan
     [
         (lambda: QuantLinear(33, 5), "^in_features=33, .* in q4_0 needs a multiple of 32"),
         (lambda: QuantLinear(32, 0), "out_features=0: .* out_features from 1 up$"),
+        (
+            lambda: QuantLinear(32.0, "a"),
+            "in_features=32.0, out_features='a': a layer in q4_0 needs",
+        ),
         (lambda: QuantLinear(32, 5, format="q9_k"), "format is 'q9_k': it must be one of q4_0, "),
         (lambda: QuantLinear(32, 5, format="q4_k"), "32, .* in q4_k needs a multiple of 256"),
         (lambda: QuantLinear(32, 5, accuracy="good"), "'good': it must be one of exact, fast"),
         (lambda: QuantLinear(32, 5, accuracy="coarse"), '"coarse" is gone: .*; use "fast" or "ex'),
         (lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"), "in_features=33, .*"),
         (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), "format is 'q8_1'"),
+        (lambda: QuantLinear.from_float(nn.Conv2d(3, 4, 3), "q4_0"), "source is a Conv2d: give a"),
         (lambda: QuantLinear.from_float(tensor(32), "q4_0"), r"shape \[32\] cannot be quantized"),
         (
             lambda: QuantLinear.from_float(nn.Linear(32, 5, device="meta"), "q4_0"),
@@ -1462,6 +1467,10 @@ def test_a_skeleton_on_the_meta_device_takes_a_state_dict() -> None:
 def test_a_model_that_cannot_be_quantized() -> None:
     with pytest.raises(ValueError, match="the model is itself a Linear"):
         quantize_model(nn.Linear(32, 3))
+    with pytest.raises(TypeError, match=r"model is a NoneType: it must be a torch.nn.Module"):
+        quantize_model(None)
+    with pytest.raises(TypeError, match="skip has 0: it must be names of layers"):
+        quantize_model(nn.Sequential(nn.Linear(32, 3)), skip=(0,))
     model = nn.ModuleDict({"good": nn.Linear(32, 3), "bad": nn.Linear(32, 3)})
     with pytest.raises(ValueError, match=r"^q6_k is only read from files: quantize to one of q4_0"):
         quantize_model(model, "q6_k")

@@ -281,14 +281,14 @@ READ_ONLY.setflags(write=False)
         (A[:, :32].copy(), W, {}, ValueError, "a has K=32 columns and w has 2 blocks .* K=64"),
         (NAN, W, {}, ValueError, "a has 1 values that are NaN or Inf"),
         (A, W.view(np.uint8), {}, TypeError, "w must hold blocks of q4_0, .* got uint8"),
-        (A, quantize(A, "q8_1"), {}, TypeError, "a Q8_1 block is for activations"),
+        (A, quantize(A, "q8_1"), {}, TypeError, "got q8_1, which is for activations"),
         (A, A, {}, TypeError, "w must hold blocks"),
         (
             A,
             "q4_0",
             {},
             TypeError,
-            "w must be a NumPy array of blocks .* or what steps.pack made of one, got str",
+            "w must be a NumPy array of blocks .* or what steps.pack made of one .*, got str",
         ),
         (A, W[0], {}, ValueError, r"w must have shape \[N, K/32\], got 1 dimensions"),
         (A, W[:0], {}, ValueError, "w is empty"),
@@ -357,6 +357,8 @@ def test_what_is_no_machine_is_refused() -> None:
         TypeError, match=r"machine is 'gpu': it must be Gpu\(\) or Simulator\(\) of"
     ):
         api.gemm(A, W, machine="gpu")
+    with pytest.raises(TypeError, match=r"Simulator'>: it must be Gpu\(\) or Simulator\(\) of"):
+        api.gemm(A, W, machine=type(MACHINE))
     with pytest.raises(ValueError, match="packed on simulator, not on gpu"):
         api.gemm(A, api.pack(W, machine=MACHINE), machine="gpu")
 

@@ -373,6 +373,9 @@ def test_the_simulator_refuses_the_same(a: np.ndarray, said: str) -> None:
     with pytest.raises(ValueError, match="out overlaps a, which the product reads"):
         plan(own, own.reshape(-1)[: M * N].reshape(M, N))
     assert (own == -7).all()
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match=r"out \[3, 5\] is read-only"):
+        plan(np.zeros((M, K), np.float32), out)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
