@@ -21,6 +21,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
+from qformats.threads import ROWS, in_parts
 from steps.decoder import keys, rotary
 from steps.decoder.text.vocabulary import SPACE, Vocabulary
 from steps.kernels.experts import few
@@ -210,12 +211,24 @@ class Model:
     def floats(self, name: str, *shape: int) -> np.ndarray:
         """float32 [*shape]; GGUFError where one is no number."""
         values = np.array(self.tensor(name, shape).values(), np.float32)
-        if (bad := ~np.isfinite(values)).any():
-            raise GGUFError(
-                f"{self.path}: {name} has {bad.sum()} values that are no numbers, such as "
-                f"{values.flat[bad.argmax()]}: get the file again"
-            )
+        self.require_numbers(name, values)
         return self._with_pairs_together(name, values)
+
+    def require_numbers(self, name: str, array: np.ndarray) -> None:
+        """GGUFError where one of a tensor's floats, or a scale of its blocks, is none: all that it
+        multiplies would be none."""
+        rows = array.reshape(-1, *array.shape[-1:])
+        fields = [one for one in ("d", "m", "dmin") if one in (rows.dtype.names or ())]
+        of = [rows[one] for one in fields] if rows.dtype.names else [rows]
+
+        def bad(first: int, stop: int) -> int:
+            return sum(int(np.count_nonzero(~np.isfinite(one[first:stop]))) for one in of)
+
+        if count := sum(in_parts(bad, len(rows), ROWS)):
+            what = "scales" if rows.dtype.names else "values"
+            raise GGUFError(
+                f"{self.path}: {name} has {count} {what} that are no numbers: get the file again"
+            )
 
     def bias(
         self, names: Sequence[str], rows: Sequence[int], share: Any = None
@@ -263,6 +276,7 @@ class Model:
         for name, n in zip(names, rows, strict=True):
             array = self._with_pairs_together(name, self.matrix(name, (n, k), requantize))
             array = array if share is None else share.of(name, array)
+            self.require_numbers(name, array)
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
             else:
@@ -377,12 +391,13 @@ def load(
 
     def mixture(at: str) -> Any:
         size, count = (config.width, config.hidden), config.experts
+        names = [f"{at}ffn_{one}_exps.weight" for one in ("gate", "up", "down")]
         gates, ups, downs = (
-            file.matrix(f"{at}ffn_{one}_exps.weight", (count, *shape), requantize, OF_EXPERTS)
-            for one, shape in zip(
-                ("gate", "up", "down"), (size[::-1], size[::-1], size), strict=True
-            )
+            file.matrix(one, (count, *shape), requantize, OF_EXPERTS)
+            for one, shape in zip(names, (size[::-1], size[::-1], size), strict=True)
         )
+        for one, array in zip(names, (gates, ups, downs), strict=True):
+            file.require_numbers(one, array)
         shared = None
         if kind.experts == "shared":
             inner = file.needed("expert_shared_feed_forward_length")
@@ -425,6 +440,7 @@ def load(
         layers.append(layer)
     table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
     rows = table.values() if table.type == "bf16" else table.array
+    file.require_numbers("token_embd.weight", rows)
     last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     factors = None
     if "rope_freqs.weight" in file.tensors:
