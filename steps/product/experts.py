@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,6 +145,8 @@ def _of_blocks(w: Any) -> tuple[str, int, int, int]:
             f"w must have shape [E, N, K/32], a matrix for each expert, got {w.ndim} dimensions: "
             f"{tuple(w.shape)}"
         )
+    if isinstance(w, np.ndarray) and not w.size:
+        raise ValueError(f"w is empty: its shape is {w.shape}")
     flat = w.reshape(-1, w.shape[-1]) if isinstance(w, np.ndarray) else w
     fmt = weight_format(flat)
     if fmt.name not in few.KERNEL.formats:
@@ -169,10 +172,10 @@ def gates_and_ups(gate: Any, up: Any) -> Any:
     I' = I rounded up to a multiple of 16, with zeros for rows that are missing. For blocks of one
     format, NumPy or torch's bytes, and for biases [E, I]. `gate=` of `experts` multiplies such
     weights."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if gate.ndim < 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"gates and ups must be alike, got {gate.dtype} {list(gate.shape)} and {up.dtype} "
-            f"{list(up.shape)}"
+            f"gates and ups must be [E, I, ...] and alike, got {gate.dtype} {list(gate.shape)} and "
+            f"{up.dtype} {list(up.shape)}"
         )
     e, rows, *rest = gate.shape
     pairs = -(-rows // TILE_ROWS)
@@ -537,9 +540,7 @@ def plan(
         if isinstance(w, PackedExperts)
         else pack_experts(w, accuracy=accuracy or "exact", machine=machine)
     )
-    of_ids = np.dtype(str(ids).removeprefix("torch.") if "torch" in str(ids) else ids).name
-    if of_ids not in IDS:
-        raise TypeError(f"ids must be {one_of(IDS)}, got {of_ids}")
+    of_ids = _ids_name(ids)
     of_bias = None if bias is None else float_name(bias, "bias")
     of_router = None if router is None else float_name(router, "router")
     request = ExpertsRequest(
@@ -549,6 +550,16 @@ def plan(
     )  # fmt: skip
     require_product(request)
     return ExpertsPlan(packed, request, stream)
+
+
+def _ids_name(dtype: Any) -> str:
+    """One of IDS, given as a name or as a dtype of NumPy or torch; TypeError for anything else."""
+    name = str(dtype).removeprefix("torch.")
+    with suppress(TypeError):  # of torch's, and of what is no dtype
+        name = np.dtype(dtype).name
+    if name not in IDS:
+        raise TypeError(f"ids must be {one_of(IDS)}, got {name}")
+    return name
 
 
 class ExpertsPlan:
@@ -580,8 +591,12 @@ class ExpertsPlan:
                 a, self._weights, ids, bias=bias, gate=asked.gate, router=router, out=out,
                 dtype=asked.c, accuracy=known_accuracy(asked.accuracy), explain=True,
             )[1].request  # fmt: skip
-            if made != replace(asked, leads=False, follows=False):
-                raise ValueError(f"the plan is for {asked}, got {made}")
+            of_plan, got = (asdict(replace(x, leads=False, follows=False)) for x in (asked, made))
+            if differ := [name for name, value in of_plan.items() if got[name] != value]:
+                planned, given = (
+                    ", ".join(f"{name}={x[name]}" for name in differ) for x in (of_plan, got)
+                )
+                raise ValueError(f"the plan is for {planned}, got {given}")
             return
         if out is None:
             raise TypeError("out must be on the GPU (with __cuda_array_interface__), got NoneType")

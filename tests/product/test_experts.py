@@ -77,7 +77,7 @@ def test_a_product_a_plan_and_an_output() -> None:
     again = np.full((T, S, N), np.nan, np.float32)
     plan(A, IDS, again)
     np.testing.assert_array_equal(again, c)
-    with pytest.raises(ValueError, match=r"the plan is for .*int32"):
+    with pytest.raises(ValueError, match=r"the plan is for ids=int32, got ids=int64"):
         plan(A, IDS.astype(np.int64), again)
 
 
@@ -102,8 +102,10 @@ def test_gates_and_ups_of_any_number() -> None:
     assert c.shape == (T, S, 32)
     assert near(c[..., :19], gated("silu", y[..., :19], y[..., 19:38]))
     assert not c[..., 19:].any()
-    with pytest.raises(ValueError, match=r"must be alike, got .*\[3, 19, 5\] and .*\[3, 10, 5\]"):
+    with pytest.raises(ValueError, match=r"and alike, got .*\[3, 19, 5\] and .*\[3, 10, 5\]"):
         gates_and_ups(gate, up[:, :10])
+    with pytest.raises(ValueError, match=r"must be \[E, I, ...\] and alike, got float32 \[3\]"):
+        gates_and_ups(np.zeros(3, np.float32), np.zeros(3, np.float32))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -123,6 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (TypeError, "a must be float32, float16 or bfloat16", {"a": A.astype(np.float64)}),
         (ValueError, "a has 1 values that are NaN or Inf", {"a": infinite}),
         (ValueError, r"w must have shape \[E, N, K/32\], .*got 2 dimensions", {"w": BLOCKS[0]}),
+        (ValueError, r"w is empty: its shape is \(0, 48, 5\)", {"w": BLOCKS[:0]}),
         (TypeError, "w must hold blocks of q4_0", {"w": np.zeros((2, 3, 4))}),
         (ValueError, r"bias must have shape \[E, N\] = \[3, 48\], got", {"bias": bias[:2]}),
         (ValueError, r"router must have the shape of ids, \[2, 2\]", {"router": router[:1]}),
@@ -149,6 +152,8 @@ def test_what_does_not_fit_is_refused() -> None:
         experts.plan(0, S, packed)
     with pytest.raises(TypeError, match="ids must be int32 or int64, got uint8"):
         experts.plan(1, S, packed, ids=np.uint8)
+    with pytest.raises(TypeError, match="ids must be int32 or int64, got long"):
+        experts.plan(1, S, packed, ids="long ago")
     with pytest.raises(ValueError, match="leads and router: out of a product that leads has a row"):
         experts.plan(1, S, packed, leads=True, router=np.float32)
     with pytest.raises(ValueError, match="follows without per_slot: a is out of the product"):
