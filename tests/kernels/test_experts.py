@@ -191,8 +191,8 @@ def test_where_a_lies(ways: Any, tokens: int, where: str, monkeypatch: pytest.Mo
     """Its rows come with the weights, or are copied once: of all tokens, or of a block's groups."""
     monkeypatch.setattr(few, "H200_RESIDENT", few.H200_RESIDENT if ways is None else ways)
     one = case(tokens, 2, 3, 48, 160, per_slot=where == "groups")
-    how = few.variant(one.request, False)
-    assert where == ("ring" if not how.resident else "tokens" if how.by_token else "groups")
+    variant = few.variant_of(one.request, False)
+    assert where == ("ring" if not variant.resident else "tokens" if variant.by_token else "groups")
     one.check()
 
 

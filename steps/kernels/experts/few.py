@@ -172,14 +172,16 @@ SUMS: Final = 4 * PAIR
 
 
 @cache
-def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tuple[Any, Any, Any]:
+def end_of(
+    variant: Variant, output: str, of_bias: str | None, scale: float
+) -> tuple[Any, Any, Any]:
     """(load_scales, finished, write), device functions of a warp, whose lanes have the sums `acc`
     of an item."""
-    tokens = how.tokens
+    tokens = variant.tokens
     columns, quads = min(2, tokens), max(1, tokens // 2)  # of a lane; lanes of a quad with some
-    load_one, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, how.scaled
-    gated = how.gate is not None
-    gate_of, store = GATE_OF[how.gate or "silu"], STORE[output]
+    load_one, biased, scaled = LOAD_BIAS[of_bias or "float32"], of_bias is not None, variant.scaled
+    gated = variant.gate is not None
+    gate_of, store = GATE_OF[variant.gate or "silu"], STORE[output]
 
     @cuda.jit(device=True, forceinline=True)
     def load_scales(factors, added, row_scales, bias, e, n, rows, N, begins, lane):
@@ -232,24 +234,28 @@ def end_of(how: Variant, output: str, of_bias: str | None, scale: float) -> tupl
 
 @cache
 def kernel(
-    name: str, how: Variant, kind: str, output: str, of_ids: str, of_bias: str | None
+    name: str, variant: Variant, kind: str, output: str, of_ids: str, of_bias: str | None
 ) -> Any:
     """The kernel of a storage format. kind, output, of_ids, of_bias: dtypes of A, C, ids and bias
     (None for none)."""
-    tokens, warps, stages, slot_bytes = how.tokens, how.warps, how.stages, how.slot_bytes
+    tokens, warps, stages = variant.tokens, variant.warps, variant.stages
     product = product_a16(name, kind, tokens)
     places, multiply, finish = product.places, product.multiply, product.finish
-    of_slots = grouping(tokens, how.room, warps, of_ids, how.groups_at, how.order_at, how.sums_at)
+    of_slots = grouping(
+        tokens, variant.room, warps, of_ids, variant.groups_at, variant.order_at, variant.sums_at
+    )
     route, locate, slot_at = of_slots.route, of_slots.locate, of_slots.slot_at
-    load_scales, finished, write = end_of(how, output, of_bias, product.scale)
+    load_scales, finished, write = end_of(variant, output, of_bias, product.scale)
     store = STORE[output]
     expert = id_of(of_ids)
-    tile_bytes, threads, pitch = tile_format(name).tile_bytes, WARP * warps, how.pitch
-    weights = PAIR * tile_bytes
-    bars_at, sums_at, experts, room = how.bars_at, how.sums_at, how.experts, how.room
-    columns, gated, follows = min(2, tokens), how.gate is not None, how.follows
-    resident, a_at, a_rows, by_token = how.resident, how.a_at, how.a_rows, how.by_token
-    sum_bytes, sum_step = how.sum_bytes, 2 if tokens == 1 else 1
+    tile_bytes, threads, pitch = tile_format(name).tile_bytes, WARP * warps, variant.pitch
+    weights, slot_bytes = PAIR * tile_bytes, variant.slot_bytes
+    bars_at, sums_at = variant.bars_at, variant.sums_at
+    experts, room = variant.experts, variant.room
+    columns, gated, follows = min(2, tokens), variant.gate is not None, variant.follows
+    resident, by_token = variant.resident, variant.by_token
+    a_at, a_rows = variant.a_at, variant.a_rows
+    sum_bytes, sum_step = variant.sum_bytes, 2 if tokens == 1 else 1
     bar_of_a, n_totals = bars_at + 8 * warps * stages, warps + 1
     wide = PAIR * TILE_ROWS // (2 if gated else 1)  # outputs of an item
 
@@ -532,7 +538,7 @@ def resident_rows(request: ExpertsRequest, tokens: int, room: int) -> tuple[int,
     return (request.tokens if by_token else of_groups), by_token
 
 
-def variant(request: ExpertsRequest, scaled: bool) -> Variant:
+def variant_of(request: ExpertsRequest, scaled: bool) -> Variant:
     """The first of `H200_SHAPES` that fits. ValueError where none does."""
     stored_as = storage_format(FORMATS[request.format])
     tokens = next((one for one in COLUMNS if one >= request.tokens), COLUMNS[-1])
@@ -552,20 +558,20 @@ def variant(request: ExpertsRequest, scaled: bool) -> Variant:
 
 
 def launches(
-    request: ExpertsRequest, given: ExpertsOperands, machine: Machine, how: Variant | None = None
+    request: ExpertsRequest, given: ExpertsOperands, machine: Machine
 ) -> tuple[Launch, ...]:
     """All launches: the pass that rounds float32 A, the product, and the sum over a token's
     experts."""
     activations = float16_rows(given.a, machine)
     a, *scales = activations.arrays
-    if request.router is not None and how is None and summed.suits(request):
+    if request.router is not None and summed.suits(request):
         return (*activations.launches, summed.launch(request, given, activations.arrays))
     name = storage_format(FORMATS[request.format]).name
-    how = how or variant(request, bool(scales))
+    variant = variant_of(request, bool(scales))
     c = given.out
     if request.router is not None:
         c = machine.empty((request.tokens, request.chosen, request.n), np.float32)
-    run = kernel(name, how, dtype_name(a), dtype_name(c), request.ids, request.bias)
+    run = kernel(name, variant, dtype_name(a), dtype_name(c), request.ids, request.bias)
     pairs = ceil_div(request.n, PAIR * TILE_ROWS)
     sizes = (
         ceil_div(request.k, TILE_K), pairs, request.row_tiles, request.experts, request.n,
@@ -576,8 +582,8 @@ def launches(
         given.packed, given.row_scales, a, scales[0] if scales else unused, given.ids,
         unused if given.bias is None else given.bias, c, tuple(map(np.int32, sizes)),
     )  # fmt: skip
-    grid = min(multiprocessors(), request.slots * pairs), ceil_div(request.slots, how.room)
-    own = Launch(run, grid, (WARP * how.warps,), args, how.shared, overlap=True)
+    grid = min(multiprocessors(), request.slots * pairs), ceil_div(request.slots, variant.room)
+    own = Launch(run, grid, (WARP * variant.warps,), args, variant.shared, overlap=True)
     if request.router is None:
         return (*activations.launches, own)
     return (*activations.launches, own, weighted.launch(c, given.router, given.out))
