@@ -20,14 +20,14 @@ from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine, multiprocessors
 from steps.decoder.deferred import DeferredNorms, by_step_18
 from steps.decoder.model import Concatenated
-from steps.kernels.between import chain
+from steps.kernels.between import attention, chain
 from steps.kernels.decode import bulk
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from steps.decoder.model import Layer
+    from steps.decoder.model import Cache, Layer
 
 torch = operator.torch
 
@@ -36,17 +36,26 @@ class Memory:
     """What thread blocks of a chain show each other, for each layer. Of a sequence: launches that
     may run at the same time need memory of their own.
 
-    formats: of all products of the model (`formats_of`). layers: of each (x before gates,
-    silu(gate) * up, x before qkv, float16; the sums of h^2 before gates, and `left` before qkv,
-    float32, see `steps.decoder.deferred`), all of them `NOTHING`.
+    formats: of all products of the model (`formats_of`). layers: of each what attention makes,
+    float16, and (x before gates, silu(gate) * up, x before qkv, float16; the sums of h^2 before
+    gates, `left` before qkv, see `steps.decoder.deferred`, and h behind down, float32; the next
+    layer's queries, keys and values, float16), all of them `NOTHING`.
     """
 
-    def __init__(
-        self, formats: tuple[str, ...], layers: int, width: int, hidden: int, device: Any
-    ) -> None:
+    def __init__(self, formats: tuple[str, ...], layers: int, first: Layer, device: Any) -> None:
         self.formats = formats
-        parts, half, full = width // chain.ROWS, torch.float16, torch.float32
-        sizes = (width, half), (hidden, half), (width, half), (parts, full), (1 + parts, full)
+        half, full, width = torch.float16, torch.float32, first.down.n
+        parts = width // chain.ROWS
+        sizes = (
+            (first.out.k, half),
+            (width, half),
+            (first.down.k, half),
+            (width, half),
+            (parts, full),
+            (1 + parts, full),
+            (width, full),
+            (sum(_features(first.qkv)), half),
+        )
         places = [0]
         for count, dtype in sizes:
             places.append(places[-1] + -(-count * dtype.itemsize // 256) * 256)
@@ -97,16 +106,31 @@ class Chains:
         )
 
     def memory(self, layers: Sequence[Layer]) -> Memory:
-        first = layers[0]
-        sizes = len(layers), first.down.n, first.down.k
-        return Memory(formats_of(layers), *sizes, first.before_hidden.device)
+        return Memory(formats_of(layers), len(layers), layers[0], layers[0].before_hidden.device)
+
+    def attends(self, cache: Tensor, heads: int) -> bool:
+        """Whether attention with so many heads of queries can run beside chains."""
+        _, twice, _, size = cache.shape
+        return cache.dtype is torch.float16 and attention.supports(heads, twice // 2, size)
+
+    def attention(
+        self, qkv: Tensor, cached: Sequence[Tensor], memory: Sequence[Tensor],
+        head_norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:  # fmt: skip
+        """a of a layer but the first one, in `memory`, beside the chain that makes qkv. cached: see
+        `Operations.attention`."""
+        *weights, epsilon = head_norms or (0.0,)
+        a = memory[0].view(1, -1)
+        self._launch(of_attention, (qkv, *cached, a, *weights), epsilon)
+        return a
 
     def of_layer(
         self, layer: Layer, weight: Tensor, qkv: Any, a: Tensor, h: Tensor, left: Tensor,
-        memory: Sequence[Tensor], formats: tuple[str, ...], epsilon: float,
+        memory: Sequence[Tensor], formats: tuple[str, ...], waits: bool, epsilon: float,
     ) -> Tensor | None:  # fmt: skip
-        """The queries, keys and values [1, N] of the next layer, of attention's a [1, K], and h of
-        this one behind `down` in place. left: that of the norm before `layer.out`.
+        """The queries, keys and values [1, N] of the next layer, of attention's a [1, K]; and h
+        behind `down` in `memory`. left: that of the norm before `layer.out`. waits: for what makes
+        a, h and left; else all of them are in memory of `Memory`.
 
         weight, qkv: of the next norm, and the product behind it. Where that is None there is no
         next layer, and the norm is in `memory`, as a deferred one is: x and left. formats: of
@@ -116,20 +140,22 @@ class Chains:
         products = layer.out, layer.gate_up, layer.down, *parts
         packed = [one.packed[bulk.KERNEL.pack.__name__] for one in products]
         biases = [one.bias for one in parts if one.bias is not None]
-        y = [a.new_empty((1, sum(_features(qkv))))] if parts else []
+        *shown, following = memory[1:]
+        y = [following] if parts else []
         arrays = (
-            layer.before_hidden, weight, a, h, left, *memory, *(weights for weights, _ in packed),
+            layer.before_hidden, weight, a, h, left, *shown, *(weights for weights, _ in packed),
             *(scales for _, scales in packed), *biases, *y,
         )  # fmt: skip
         flat = [one.view(-1) for one in arrays]
         names = tuple(_stored_as(one) for one in products)
         features = tuple(one.n for one in parts)
-        self._launch(of_chain, flat, formats, names, features, epsilon)
-        return y[0] if parts else None
+        self._launch(of_chain, flat, formats, names, features, waits, epsilon)
+        return following.view(1, -1) if parts else None
 
     def ahead(
-        self, layers: Sequence[Layer], norm: Tensor, output: Any, epsilon: float
-    ) -> tuple[list[OfArrays], set[Any]]:
+        self, layers: Sequence[Layer], norm: Tensor, output: Any, cache: Cache, heads: int,
+        epsilon: float,
+    ) -> tuple[list[OfArrays], set[Any]]:  # fmt: skip
         """(recipes of what a token launches beside operations and the first product, for
         `steps.compile.parallel_compile`; the products that launch nothing else). norm, output: of
         the logits."""
@@ -145,11 +171,15 @@ class Chains:
         x, left = norms.launched((h,), norm, epsilon, torch.float16, first.out)
         memory, formats = self.memory(layers[:1]).layers[0], formats_of(layers)
         for layer, qkv in zip(layers, (*(one.qkv for one in layers[1:]), None), strict=True):
-            here.of_layer(layer, norm, qkv, a, h, left, memory, formats, epsilon)
-            left = memory[-1]
+            waits = layer is first or not here.attends(cache.layers[0], heads)
+            if not waits:
+                cached = cache.layers[0], cache.position, cache.cos, cache.sin
+                here.attention(memory[-1].view(1, -1), cached, memory, layer.head_norms)
+            here.of_layer(layer, norm, qkv, a, h, left, memory, formats, waits, epsilon)
+            left = memory[5]
         around = {one for layer in layers for one in layer.products} - {first.qkv}
         if norms.takes(last.down, output, h, norm):
-            norms.after(output, x, memory[-1].view(1, -1), epsilon)
+            norms.after(output, x, left.view(1, -1), epsilon)
             around.add(output)
         return [*found.values()], around
 
@@ -189,14 +219,22 @@ def _sizes(layer: Layer, qkv: Any) -> tuple[int, int, int, tuple[int, ...], bool
     return layer.down.n, layer.down.k, layer.out.k, features, biased
 
 
-def of_chain(
-    formats: tuple[str, ...], names: tuple[str, ...], qkv: tuple[int, ...], epsilon: float,
-    *arrays: Any, machine: Machine,
+def of_attention(
+    epsilon: float, qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, a: Any, *weights: Any,
+    machine: Machine,
 ) -> Launch:  # fmt: skip
-    norms, place, arrays = arrays[:2], arrays[2:10], arrays[10:]
+    head_norms = (*weights, epsilon) if weights else None
+    return attention.launch(qkv, cache, position, cos, sin, a, machine, head_norms, polled=True)
+
+
+def of_chain(
+    formats: tuple[str, ...], names: tuple[str, ...], qkv: tuple[int, ...], waits: bool,
+    epsilon: float, *arrays: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    norms, place, arrays = arrays[:2], arrays[2:11], arrays[11:]
     count = len(names)
     weights, scales, rest = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
     y, biases = (rest[-1], rest[:-1]) if qkv else (None, ())
     operands = weights, scales, norms, place, y, biases, qkv
     blocks = chain.thread_blocks(multiprocessors())
-    return chain.launch(formats, names, *operands, epsilon, blocks)
+    return chain.launch(formats, names, *operands, epsilon, blocks, waits=waits)

@@ -484,8 +484,9 @@ class Decoder:
             last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
             sizes, others = self._sizes(1, m) if m > MOST_SEQUENCES else [m], set()
             if m == 1 and self._takes_chains():
-                rest = self.layers, self.norm, self.output, self.config.epsilon
-                chained, others = self.operations.chains.ahead(*rest)
+                rest = self.cache(1, 1), self.config.heads, self.config.epsilon
+                chains = self.operations.chains
+                chained, others = chains.ahead(self.layers, self.norm, self.output, *rest)
                 wanted += chained
             elif deferred is not None and m <= MOST_SEQUENCES:
                 norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
@@ -600,11 +601,15 @@ class Decoder:
             self.layers, ends, cache.layers, cache.shown.layers, strict=True
         ):
             cached = keys_values, part.position, cache.cos, cache.sin
-            a = do.attention(qkv, *cached, self.config.heads, torch.float16, layer.head_norms)
+            polls = layer is not first and do.chains.attends(keys_values, self.config.heads)
+            if polls:
+                a = do.chains.attention(qkv, cached, memory, layer.head_norms)
+            else:
+                a = do.attention(qkv, *cached, self.config.heads, torch.float16, layer.head_norms)
             following = after if layer is not last else None
-            given = a, part.h, left, memory, cache.shown.formats, epsilon
+            given = a, part.h, left, memory, cache.shown.formats, not polls, epsilon
             qkv = do.chains.of_layer(layer, weight, following, *given)
-            x, left = memory[2].view(1, -1), memory[4].view(1, -1)
+            x, left, part.h = (memory[i].view(1, -1) for i in (3, 5, 6))
         if self._defers(part, last.down, self.norm, self.output):
             part.x, part.left = x, left
         return self._of_normed(part, self.norm, self.output)

@@ -372,9 +372,11 @@ def attention_problem(
     of: Heads, of_qkv: str = "float16", of_out: str = "float32", normed: bool = False,
     seed: int = 0,
     spoil: Callable[[np.ndarray, np.ndarray], None] = lambda qkv, cache: None, shown: bool = False,
+    polled: bool = False,
 ) -> Problem:  # fmt: skip
     """What lies behind the position in the cache is NaN. spoil(qkv, cache) changes them first.
-    shown: as words of two float16 and a tag, qkv of the launch before, and the output."""
+    shown: as words of two float16 and a tag, qkv of the launch before, and the output. polled: as
+    `attention.launch` takes it."""
     rng, p = np.random.default_rng(seed), of.position
     qkv = of_dtype(rng.standard_normal((of.batch, (of.heads + 2 * of.kv) * of.size)), of_qkv)
     kept, out = (
@@ -447,13 +449,13 @@ def attention_problem(
             numbers = of.heads * of.size, 1, 2
             given = cache, *of_cache, words, places, *numbers, machine, head_norms
             return attention.launch_shown(None, *given)
-        return attention.launch(qkv, cache, *of_cache, out.array, machine, head_norms)
+        return attention.launch(qkv, cache, *of_cache, out.array, machine, head_norms, polled)
 
     def behind(launch: Launch) -> list[Launch]:
         """That of another layer with the same scratch memory, and what waits for its end alone."""
-        if not shown:
+        if not shown and not polled:
             return [launch]
-        others = {id(one): one.copy() for one in (words, cache)}
+        others = {id(one): one.copy() for one in (words, cache, out.array)}
         args = tuple(others.get(id(one), one) for one in launch.args)
         last = attention.launch(qkv, cache, *of_cache, out.array, Simulator(), head_norms)
         return [replace(launch, args=args), last]

@@ -289,6 +289,14 @@ def test_attention_of_heads(shape: tuple[int, ...]) -> None:
     attention_problem(Heads(*shape, 256, 65), of_out="float16").run(Simulator(3))
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 1, 64), (1, 8, 1, 256)])
+def test_attention_that_polls(shape: tuple[int, ...]) -> None:
+    """Of 256 values and eight queries a thread has two turns."""
+    for position in (0, 90, 300):
+        of = Heads(*shape, 512, position)
+        attention_problem(of, of_out="float16", polled=True).run(Simulator(2))
+
+
 @pytest.mark.parametrize(
     ("of_qkv", "of_out", "normed"),
     [("float32", "float16", False), ("bfloat16", "bfloat16", True), ("float16", "float32", True)],

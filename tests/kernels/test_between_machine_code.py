@@ -48,6 +48,7 @@ LAUNCHES = {
     "rotary": lambda: rotary_problem(LLAMA, 4),
     "argmax": lambda: argmax_problem(1, 128256),
     "router": lambda: router_problem(1, 2048, 128, 8),
+    "attention, polled": lambda: attention_problem(LLAMA, "float16", "float16", polled=True),
     "attention, qwen3": lambda: attention_problem(LLAMA, "float16", "float16", True),
     "attention, 8 queries": lambda: attention_problem(Heads(1, 8, 1, 128, 256, 1)),
     "attention, 7 queries of 64": lambda: attention_problem(Heads(1, 7, 1, 64, 256, 1)),
@@ -134,7 +135,11 @@ def test_products_have_these_registers(n: int, k: int, before: str) -> None:
 @pytest.mark.xdist_group("between")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[EVERY] * (one == "attention, 8 queries")) for one in LAUNCHES],
+    [
+        pytest.param(one, marks=[EVERY] * (one == "attention, 8 queries"))
+        for one in LAUNCHES
+        if one != "attention, polled"  # it does not wait
+    ],
 )
 def test_the_next_launch_may_begin_at_once(name: str) -> None:
     """PREEXIT comes before the wait. Before the wait come weights of norms and of a router, and of

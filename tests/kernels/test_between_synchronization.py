@@ -61,6 +61,12 @@ MAKE = {
     "attention, shown and split": partial(
         attention_problem, Heads(1, 2, 1, 64, 512, 400), of_out="float16", shown=True
     ),
+    "attention, polled": partial(
+        attention_problem, Heads(1, 2, 1, 64, 512, 200), of_out="float16", polled=True
+    ),
+    "attention, polled and split": partial(
+        attention_problem, Heads(1, 2, 1, 64, 512, 400), of_out="float16", polled=True
+    ),
     "deferred_norm": partial(residual_problem, Matrix(5, 40, 96, "q4_0")),
     "argmax": partial(argmax_problem, 2, 9000),
     "rotary": partial(rotary_problem, Heads(1, 2, 1, 64, 8, 0), 3),

@@ -18,6 +18,7 @@ from reference.drawn import random_blocks
 from steps.contract import Launch
 from steps.driver.machines import Simulator
 from steps.kernels.between import chain
+from steps.kernels.between.polled import NOTHING
 from steps.simulator.errors import Deadlock
 
 EPSILON = 1e-5
@@ -58,24 +59,27 @@ class Layer:
 
     def empty(self) -> None:
         width, hidden, n_qkv = self.sizes
-        self.h = self.h0.copy()
         self.x, self.gates, self.x_next = (
-            np.full(n, chain.NOTHING, np.uint16).view(np.float16) for n in (width, hidden, width)
+            np.full(n, NOTHING, np.uint16).view(np.float16) for n in (width, hidden, width)
         )
         parts = width // chain.ROWS
         self.squares, self.left = (
             np.full(n, 0xFFFFFFFF, np.uint32).view(np.float32) for n in (parts, 1 + parts)
         )
+        self.h = np.full(width, 0xFFFFFFFF, np.uint32).view(np.float32)
         self.y = np.zeros(n_qkv, np.float16) if n_qkv else None
 
-    def launch(self, blocks: int, warps: int) -> Launch:
+    def launch(self, blocks: int, warps: int, waits: bool = True) -> Launch:
         place = (
-            self.a, self.h, self.before, self.x, self.gates, self.x_next, self.squares, self.left
+            self.a, self.h0, self.before, self.x, self.gates, self.x_next, self.squares, self.left,
+            self.h,
         )  # fmt: skip
         names = [storage_format(FORMATS[name]).name for name in self.names]
         operands = self.weights, self.scales, self.norms, place, self.y, self.biases, self.qkv
         rest = EPSILON, blocks
-        return chain.launch(tuple(sorted({*names})), names, *operands, *rest, warps=warps)
+        return chain.launch(
+            tuple(sorted({*names})), names, *operands, *rest, warps=warps, waits=waits
+        )
 
     def check(self) -> None:
         """Outputs are float16 sums of float16 inputs; errors of one product go into the next."""
@@ -134,8 +138,15 @@ def test_memory_of_the_launch_before_waits() -> None:
     """What that one stores is not read before the wait."""
     layer = Layer("q8_0", 128, 128, 128, (), False)
     layer.machine.follow(layer.a)
-    layer.machine.follow(layer.h)
+    layer.machine.follow(layer.h0)
     layer.machine.run(layer.launch(2, 4))
+    layer.check()
+
+
+def test_a_chain_need_not_wait() -> None:
+    """Where what is before it was polled."""
+    layer = Layer("q8_0", 128, 128, 128, (64,), False)
+    layer.machine.run(layer.launch(2, 4, waits=False))
     layer.check()
 
 

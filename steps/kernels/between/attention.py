@@ -36,7 +36,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
@@ -54,11 +54,13 @@ from steps.instructions import (
     movmatrix_trans,
     shfl_xor,
     store_u32x4,
+    store_u64_relaxed,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.kernels.between.heads import SIZES, add_scaled_from, quotient, rotate_neighbours
 from steps.kernels.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
+from steps.kernels.between.polled import poll_three
 from steps.kernels.between.values import add_scaled, as_halves, dot, eight_of, put
 from steps.kernels.parts.activations.sources import four_floats
 from steps.kernels.parts.exchange import PATIENCE, show, shown_twelve, tag_of
@@ -99,7 +101,7 @@ class Shown:
 
 
 @cache
-def shown_loads(shown: Shown | None) -> Any:
+def shown_loads(shown: Shown | None, polled: bool) -> Any:
     """load(words, at, other, third, tag, patience) -> 24 values of qkv, eight from each place on,
     asked for together: the launch before may show them only now."""
     qkv_at = 0 if shown is None or shown.qkv_at is None else shown.qkv_at
@@ -125,11 +127,22 @@ def shown_loads(shown: Shown | None) -> Any:
             + eight(x[8], x[9], x[10], x[11])
         )
 
-    return load
+    @cuda.jit(device=True, forceinline=True)
+    def eight_of_two(x):
+        low, high, upper = uint64(x[0]), uint64(x[1]), uint64(32)
+        w0, w1, w2, w3 = uint32(low), uint32(low >> upper), uint32(high), uint32(high >> upper)
+        return eight(w0, w1, w2, w3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_polled(qkv, at, other, third, tag, patience):
+        a, b, c = poll_three(qkv, at, other, third)
+        return eight_of_two(a) + eight_of_two(b) + eight_of_two(c)
+
+    return load_polled if polled else load
 
 
 @cache
-def stores(of_out: str, shown: Shown | None) -> tuple[Any, Any]:
+def stores(of_out: str, shown: Shown | None, polled: bool) -> tuple[Any, Any]:
     """(store, store_four) of eight and of four values of the output."""
     to, out_at = OF_DTYPE[of_out], 0 if shown is None else shown.out_at
     store_eight, store_both = to.store, to.store_four
@@ -152,19 +165,34 @@ def stores(of_out: str, shown: Shown | None) -> tuple[Any, Any]:
         show_four(words, at, x[0], x[1], x[2], x[3], tag)
         show_four(words, at + 4, x[4], x[5], x[6], x[7], tag)
 
+    @cuda.jit(device=True, forceinline=True)
+    def store_four_polled(out, at, x0, x1, x2, x3, tag):
+        low, high = uint64(floats_to_halves(x0, x1)), uint64(floats_to_halves(x2, x3))
+        store_u64_relaxed(out, at, high << uint64(32) | low)
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_eight_polled(out, at, x, tag):
+        store_four_polled(out, at, x[0], x[1], x[2], x[3], tag)
+        store_four_polled(out, at + 4, x[4], x[5], x[6], x[7], tag)
+
+    if polled:
+        return store_eight_polled, store_four_polled
     return (store, store_four) if shown is None else (show_eight, show_four)
 
 
 @cache
 def kernel(
-    queries: int, size: int, normed: bool, of_qkv: str, of_out: str, shown: Shown | None = None
-) -> Any:
+    queries: int, size: int, normed: bool, of_qkv: str, of_out: str, shown: Shown | None,
+    polled: bool,
+) -> Any:  # fmt: skip
     """The kernel for heads of `size` values, `queries` of them to a key. normed: whether queries
     and keys have a norm of their own; of_qkv, of_out: dtypes. shown: where the words lie through
-    which launches that run at the same time show each other qkv and out, both float16."""
-    rotate, waits = rotate_neighbours, shown is None or shown.qkv_at is None
-    load, load_shown = OF_DTYPE[of_qkv].load, shown_loads(shown)
-    store, store_four = stores(of_out, shown)
+    which launches that run at the same time show each other qkv and out, both float16. polled:
+    these do so in qkv and out."""
+    waits = not polled and (shown is None or shown.qkv_at is None)
+    rotate = rotate_neighbours
+    load, load_shown = OF_DTYPE[of_qkv].load, shown_loads(shown, polled)
+    store, store_four = stores(of_out, shown, polled)
     add_up = sum_of_splits(queries, size, store_four)
     load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
     # The D/8 threads of a group have a row between them; a butterfly over it takes as many steps.
@@ -483,17 +511,20 @@ def split_count(batch: int, kv: int, length: int) -> int:
 
 def launch(
     qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, out: Any, machine: Machine,
-    head_norms: tuple[Any, Any, float] | None = None,
+    head_norms: tuple[Any, Any, float] | None = None, polled: bool = False,
 ) -> Launch:  # fmt: skip
     """The attention of one token of each sequence, see the kernel; scratch memory is of `machine`.
-    head_norms: weights [D] of the norms of queries and of keys, and epsilon.
+    head_norms: weights [D] of the norms of queries and of keys, and epsilon. polled: of one
+    sequence, beside the launches that make qkv and read out, both float16 and full of `NOTHING`
+    before (`steps.kernels.between.polled`).
 
     ValueError for heads that `supports` says no to, and for a cache of too many positions.
     """
     dtypes = dtype_name(qkv), dtype_name(out)
     return _launch(
-        qkv, cache, position, cos, sin, machine, head_norms, out.shape[1], dtypes, None, (out,)
-    )
+        qkv, cache, position, cos, sin, machine, head_norms, out.shape[1], dtypes, None, (out,),
+        polled,
+    )  # fmt: skip
 
 
 def launch_shown(
@@ -510,13 +541,13 @@ def launch_shown(
     given, dtypes = words if qkv is None else qkv, ("float16", "float16")
     return _launch(
         given, cache, position, cos, sin, machine, head_norms, width, dtypes, places,
-        (words, *numbers),
+        (words, *numbers), False,
     )  # fmt: skip
 
 
 def _launch(
     qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, machine: Machine, head_norms: Any,
-    width: int, dtypes: tuple[str, str], shown: Shown | None, last: tuple[Any, ...],
+    width: int, dtypes: tuple[str, str], shown: Shown | None, last: tuple[Any, ...], polled: bool,
 ) -> Launch:  # fmt: skip
     batch, twice, length, size = cache.shape
     kv, heads = twice // 2, width // size
@@ -538,7 +569,7 @@ def _launch(
     )
     scale = np.float32(math.log2(math.e) / math.sqrt(size))
     *weights, epsilon = head_norms or (cos, cos, 0.0)
-    run = kernel(queries, size, head_norms is not None, *dtypes, shown)
+    run = kernel(queries, size, head_norms is not None, *dtypes, shown, polled)
     tables = cos, sin, scale, *weights, np.float32(epsilon)
     args = (qkv, cache, position, *tables, *scratch, *last)
     return Launch(run, (splits, kv, batch), (THREADS,), args, ring_bytes(size), overlap=True)

@@ -60,7 +60,6 @@ from steps.instructions import (
     load_u32,
     load_u32_relaxed,
     load_u32x4,
-    load_u64x2_relaxed,
     mbarrier_arrive,
     mbarrier_arrive_expect,
     mbarrier_init,
@@ -68,17 +67,16 @@ from steps.instructions import (
     shfl,
     shfl_xor,
     store_f32,
-    store_u16,
     store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
     store_u32x4,
     thread_index,
-    trap,
 )
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.instructions.warpgroup import setmaxnreg_dec, setmaxnreg_inc
 from steps.kernels.between.deferred_norm import ROOM
+from steps.kernels.between.polled import missing, poll, poll_u32
 from steps.kernels.decode.one_token import ZEROS, product_of_one, row_of_quad
 from steps.kernels.decode.product import PAIR
 from steps.kernels.parts.activations.gated import silu_times
@@ -106,11 +104,6 @@ So the next chain gets the SMs of this one, each as soon as its block ends, and 
 once. A block that began behind attention would be late by 4 us of weights, and all wait for it."""
 EVEN: Final = 0.9
 """Of the largest share of a product the average one must be."""
-POLLS: Final = 1 << 25
-"""Of a value at most: about half a minute."""
-NOTHING: Final = 0xFFFF
-"""Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
-at first."""
 FIELDS: Final = 4
 """Of a product in shared memory: pairs of the block, the first, chunks of a pair, and which of the
 kernel's formats its weights have."""
@@ -204,30 +197,6 @@ class Chain:
     @property
     def shared(self) -> int:
         return self.zeros_at + ZEROS
-
-
-@cuda.jit(device=True, forceinline=True)
-def missing_of(x):
-    """Some bits of 0x8000 in each 16, where one of these four 16 bits is `NOTHING`."""
-    y = uint64(x ^ uint64(0xFFFFFFFFFFFFFFFF))
-    return uint64(uint64(y - uint64(0x0001000100010001)) & x & uint64(0x8000800080008000))
-
-
-@cuda.jit(device=True, forceinline=True)
-def missing(x):
-    return uint64(missing_of(x[0]) | missing_of(x[1])) != uint64(0)
-
-
-@cuda.jit(device=True, forceinline=True)
-def poll(array, at):
-    """Eight float16 from array[at] on, when all of them are there."""
-    x, polls = load_u64x2_relaxed(array, at), int32(0)
-    while missing(x):
-        x = load_u64x2_relaxed(array, at)
-        polls = int32(polls + 1)
-        if polls > int32(POLLS):
-            trap()
-    return x
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -434,12 +403,8 @@ def kernel(layout: Chain) -> Any:
             if x[i] == uint32(0xFFFFFFFF):
                 x[i] = load_u32_relaxed(squares, int32(first + 32 * i + lane))
         for i in range(loads):
-            polls = int32(0)
-            while x[i] == uint32(0xFFFFFFFF):
-                x[i] = load_u32_relaxed(squares, int32(first + 32 * i + lane))
-                polls = int32(polls + 1)
-                if polls > int32(POLLS):
-                    trap()
+            if x[i] == uint32(0xFFFFFFFF):
+                x[i] = poll_u32(squares, int32(first + 32 * i + lane))
             total += as_float(x[i])
         for i in range(5):
             total += shfl_xor(total, 1 << i)
@@ -461,15 +426,15 @@ def kernel(layout: Chain) -> Any:
     def chain(
         w_out, w_gates, w_down, w_qkv, w_last,
         scales_out, scales_gates, scales_down, scales_qkv, scales_last, bias, bias_last,
-        weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, y,
-        sizes, kinds, epsilon,
+        weights_hidden, weights_next, a, h, before, x_hidden, gates, x_next, squares, left, h_next,
+        y, sizes, kinds, epsilon,
     ):  # fmt: skip
         """See `launch`. sizes: (width, hidden, K of out, N of qkv in one format and in the last
-        one, window). kinds: of each product, in `formats`."""
+        one, window, whether to wait for launches before). kinds: of each product, in `formats`."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(4, float32)
         griddepcontrol_launch_dependents()
-        width, hidden, k_out, n_qkv, n_last, window = sizes
+        width, hidden, k_out, n_qkv, n_last, window, waits = sizes
         products = int32(4 if n_qkv > 0 else 3)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)
@@ -539,11 +504,8 @@ def kernel(layout: Chain) -> Any:
                         )
                     else:
                         copy_rows(smem, scales_qkv, weights_next, bias, p, pair, hidden, warp, lane)
-                if p == 0:
+                if p == 0 and waits:
                     griddepcontrol_wait()
-                    if warp < pairs:
-                        row = int32(ROWS * (first + warp) + lane)
-                        cp_async_4(smem, h_at + of_pair * warp + 4 * lane, h, row)
 
                 # --- this warp's part of A; further parts arrive meanwhile
                 if pairs > 0:
@@ -563,8 +525,12 @@ def kernel(layout: Chain) -> Any:
                             if warp + warps * i < chunks:
                                 ahead = of_chunk * warps * i
                                 cp_async_16(smem, to + 2 * ahead, source, k + ahead)
-                if warp == warps - 1 and p == 0:
-                    copy_squares(smem, before, 1, int32(before.size - 1), lane)
+                if p == 0:  # behind A, so that they are there, too
+                    if warp < pairs:
+                        row = int32(ROWS * (first + warp) + lane)
+                        cp_async_4(smem, h_at + of_pair * warp + 4 * lane, h, row)
+                    if warp == warps - 1:
+                        copy_squares(smem, before, 1, int32(before.size - 1), lane)
                 cp_async_commit()
                 cuda.syncwarp()
 
@@ -572,8 +538,11 @@ def kernel(layout: Chain) -> Any:
                 t = thread_index()
                 lane, warp, pair = int32(t & 31), int32(t >> 5), int32(0)
                 while pair < pairs:
-                    if p == 1 and pair == 1 and warp == warps - 1:  # now they are there
-                        copy_squares(smem, squares, 0, parts, lane)
+                    if warp == warps - 1:  # now most sums of h^2 are there
+                        if p == 1 and pair == 1:
+                            copy_squares(smem, squares, 0, parts, lane)
+                        elif p == 3 and pair == 0:
+                            copy_squares(smem, left, 1, parts, lane)
                         cp_async_commit()
                     for r in range(4):
                         acc[r] = 0
@@ -630,7 +599,7 @@ def kernel(layout: Chain) -> Any:
                         r = norm_of(smem, squares, 0, parts, early, mean_of, epsilon, lane)
                     elif p == 3:
                         at = norms_at + 8
-                        r = norm_of(smem, left, 1, parts, False, mean_of, epsilon, lane)
+                        r = norm_of(smem, left, 1, parts, pairs > 0, mean_of, epsilon, lane)
                     if lane == 0:
                         store_f32(smem, at, r)
 
@@ -652,8 +621,11 @@ def kernel(layout: Chain) -> Any:
                     total *= load_f32(smem, rows_at + place) * float32(scale_of(kind))
                     factor, pair = factor_of(smem, p), int32(entry(smem, p, 1) + warp)
                     if p & 1 == 0:
-                        total += load_f32(smem, h_at + place)
                         row = int32(ROWS * pair + lane)
+                        of_h = load_u32(smem, h_at + place)
+                        if of_h == uint32(0xFFFFFFFF):
+                            of_h = poll_u32(h, row)
+                        total += as_float(of_h)
                         x = float_to_half(total * factor * load_f32(smem, weights_at + place))
                         own = total * total
                         for i in range(5):
@@ -667,7 +639,7 @@ def kernel(layout: Chain) -> Any:
                             store_u16_relaxed(x_next, row, x)
                             if lane == 0:
                                 store_u32_relaxed(left, int32(1 + pair), as_bits(own))
-                            store_f32(h, row, total)
+                            store_u32_relaxed(h_next, row, as_bits(total))
                             if pair == 0 and lane == 0:
                                 store_f32(left, 0, factor)
                     else:
@@ -684,8 +656,10 @@ def kernel(layout: Chain) -> Any:
                             row = int32(ROWS * pair + lane)
                             if several and warp >= entry(smem, p, 0):
                                 row = int32(n_qkv + ROWS * pair_of_last(smem, warp) + lane)
-                            store_u16(y, row, float_to_half(total))
+                            store_u16_relaxed(y, row, float_to_half(total))
                 p = int32(p + 1)
+            if not waits:  # who waits for this launch waits for those before, too
+                griddepcontrol_wait()
 
     return chain
 
@@ -775,10 +749,10 @@ def supports(
 def launch(
     formats: Sequence[str], names: Sequence[str], weights: Any, scales: Any, norms: Any, place: Any,
     y: Any, biases: Any, qkv: Sequence[int], epsilon: float, blocks: int,
-    window: int | None = None, warps: int = WARPS,
+    window: int | None = None, warps: int = WARPS, waits: bool = True,
 ) -> Launch:  # fmt: skip
-    """h += a @ W_out^T; g = silu(gate) * up of its norm; h += g @ W_down^T; y = the norm of that
-    @ W_qkv^T (+ bias). All arrays have one dimension.
+    """h' = h + a @ W_out^T; g = silu(gate) * up of its norm; h' += g @ W_down^T; y = the norm of
+    h' @ W_qkv^T (+ bias). All arrays have one dimension.
 
     formats : storage formats that the kernel is for. names: of them, those of the weights.
     weights, scales : of out, gates and ups, down, and qkv, in one part or two: packed by
@@ -788,14 +762,16 @@ def launch(
               `a` has left, see `steps.kernels.between.deferred_norm`. And where blocks show each
               other what they have, full of `NOTHING`: float16 [width] x before gates, [hidden] g,
               [width] x before qkv; float32 [width / 32] sums of h^2 before gates; float32
-              [1 + width / 32] what the norm before qkv leaves.
+              [1 + width / 32] what the norm before qkv leaves; float32 [width] h behind down.
     y       : float16 [N]; None behind the last layer: then there is no product behind the norm.
     biases  : float32, of each part of qkv, or none.
     qkv     : N of each part.
     blocks  : see `thread_blocks`. window: chunks under way in a block, a multiple of `PRODUCERS`.
+    waits   : for launches before. Else a, h and `before` are polled, too: they were full of
+              `NOTHING`, and what a is made of was stored behind h and `before`, or was polled.
     ValueError as of `chain_of`.
     """
-    a, h, before, _, gates, x_next, _, _ = place
+    a, h, before, _, gates, x_next, *_ = place
     layout = chain_of(formats, h.size, gates.size, a.size, qkv, bool(biases), blocks, warps)
     if before.size - 1 > 32 * layout.loads:
         raise ValueError(
@@ -803,7 +779,7 @@ def launch(
             f"up {32 * layout.loads}"
         )
     first, last = (*qkv, 0, 0)[:2]
-    sizes = h.size, gates.size, a.size, first, last, window or window_of(layout)
+    sizes = h.size, gates.size, a.size, first, last, window or window_of(layout), waits
     kinds = [formats.index(one) for one in names]
 
     def five(of_products: Sequence[Any]) -> tuple[Any, ...]:
