@@ -11,6 +11,7 @@
     router          add_and_norm, and which experts a token goes to
 
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
+    polled          memory that blocks and launches wait for: chains, and attention between them
 
 `steps.decoder.kernel_operations`, `steps.decoder.deferred` and `steps.decoder.chained` launch them.
 results/worklog/decoder.md has what was predicted of each, and measured. Lessons 5 (wide accesses),
