@@ -133,7 +133,7 @@ charts: $(READY) ## redraw charts, README.md's tables, results/RESULTS.md and CS
 results: $(READY) ## any row of the runs: M= N= K= FORMAT= STEP= GPU= (or python -m results API=gemm.plan)
 	@$(PY) -m results $(foreach key,M N K FORMAT STEP SCHEME GPU,$(if $($(key)),"$(key)=$$$(key)"))
 
-report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=); two minutes
+report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=); a minute
 	@$(PY) -m results page $(call options,OUT:out)
 
 chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)

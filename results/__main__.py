@@ -4,7 +4,7 @@ python -m results M=8 FORMAT=q5_1      # the rows, calls and baselines of these 
 python -m results STEP=13,14 N=4096 K=4096 GPU=h100
 python -m results charts               # redraw charts, README.md's tables, RESULTS.md and CSV files
 python -m results check                # exit 1 and say what of these is not that of the runs
-python -m results page                 # one page for a browser; two minutes
+python -m results page                 # one page for a browser; a minute
 """
 
 from __future__ import annotations

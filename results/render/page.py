@@ -2,7 +2,7 @@
 
 A function of one run, of the sources in this tree and of the worklog: every figure of a measurement
 comes out of the run, every line of code out of the steps. Registers and opcodes are those of the
-offline compiler, and pictures of memory those of the simulator: they take most of the two minutes
+offline compiler, and pictures of memory those of the simulator: they take most of the minute
 that this needs. Nothing is kept from one time to the next.
 
 The page asks for nothing: styles and charts are in it, there is no script, and links lead to other

@@ -29,8 +29,12 @@ from steps.checks.select import UsageError
 BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
-GAVE_UP: Final = "unspecified launch failure", "CUDA_ERROR_LAUNCH_FAILED"
+TRAPPED: Final = "unspecified launch failure", "CUDA_ERROR_LAUNCH_FAILED"
 """What torch and the driver say of a kernel that trapped."""
+LEAST_WAIT: Final = 20
+"""Seconds before a kernel that waits for others gives up, at least
+(`steps.instructions.bulk_copy.PATIENCE`): one that traps sooner has another fault."""
+_said_at = BEGAN  # when something was last said: what the GPU does now began after that
 
 TOKENS: Final = 64  # how many follow a text, where nobody says and the context holds them
 Work = Callable[[Namespace, Any, Any], tuple[dict[str, Any], int]]
@@ -56,23 +60,25 @@ def quality(args: Namespace) -> int:
 
 def _run(args: Namespace, work: Work) -> int:
     """Does the work, and records it with --json. UsageError where ValueError refuses the request,
-    memory is not enough or a kernel gave up; of several processes one says so."""
+    memory is not enough or a kernel gave up; of several processes one says so. What another fault
+    of a kernel raised is raised."""
     try:
         return _done(args, work)
     except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
         why, _, _ = str(error).partition(" Including ")  # torch explains its allocator then
         lacks = "out of memory" in why or "allocate memory" in why or isinstance(error, MemoryError)
-        gave_up = any(name in why for name in GAVE_UP)
+        waited = time.perf_counter() - _said_at
+        gave_up = waited >= LEAST_WAIT and any(name in why for name in TRAPPED)
         if isinstance(error, RuntimeError) and not (lacks or gave_up):
             raise
         if not FIRST:
             return 2
         if gave_up:
             raise UsageError(
-                "the GPU ended a launch: kernels whose thread blocks wait for each other give up "
-                "after half a minute, as where another program holds multiprocessors. nvidia-smi "
-                "says who does; alone on the GPU it is a fault of a kernel. --between plain does "
-                "without such kernels"
+                f"the GPU ended a launch {waited:.0f} s after the last word: kernels whose thread "
+                "blocks wait for each other give up after half a minute, as where another program "
+                "holds multiprocessors. nvidia-smi says who does; alone on the GPU it is a fault "
+                "of a kernel. --between plain does without such kernels"
             ) from error
         if lacks:
             model, why = args.model or "this", why or "no more is left"
@@ -322,10 +328,14 @@ def _compile(model: Any, args: Namespace, tokens: int) -> None:
 
 
 def _say(text: str) -> None:
+    global _said_at
+    _said_at = time.perf_counter()
     print(shown(text, "\n\t"), end="", flush=True)
 
 
 def _tell(text: str) -> None:
+    global _said_at
+    _said_at = time.perf_counter()
     if FIRST:
         print(f"[{shown(text)}]", file=sys.stderr)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -509,14 +510,20 @@ def test_a_model_that_memory_does_not_hold(
     ],
 )
 def test_a_kernel_that_gives_up(tiny: Any, capsys: Any, monkeypatch: Any, told: str) -> None:
+    """It has waited; one that traps at once has another fault."""
+
     def load(*_: Any, **__: Any) -> Any:
         raise RuntimeError(told)
 
     monkeypatch.setattr(files, "load", load)
+    monkeypatch.setattr(language_model, "_said_at", time.perf_counter() - 31)
     status, _, err = said(capsys, tiny, "--reference")
     assert status == 2
-    assert err.startswith("python -m steps decoder: the GPU ended a launch: ")
+    assert err.startswith("python -m steps decoder: the GPU ended a launch 31 s after ")
     assert err.count("\n") == 1
+    monkeypatch.setattr(language_model, "_said_at", time.perf_counter() - 10)
+    with pytest.raises(RuntimeError, match=r"LAUNCH_FAILED|launch failure"):
+        said(capsys, tiny, "--reference")
 
 
 def test_what_is_told_has_no_commands(capsys: Any) -> None:

@@ -804,7 +804,12 @@ def thread_blocks(sms: int) -> int:
 @cache
 def runs_here() -> bool:
     """Whether this GPU runs chains: Hopper, and not shared with other processes by MPS, whose
-    launches could keep some of the blocks out for ever."""
+    launches could keep some of the blocks out for ever.
+
+    A MIG instance needs no case of its own: the driver counts its SMs alone, which no other
+    instance uses, and it says MPS_ENABLED where processes share one. The launcher compares all
+    blocks with the room on these SMs.
+    """
     if why_no_gpu():
         return False
     device = cuda.get_current_device()
