@@ -21,16 +21,17 @@ What is new
     In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block, a fourth instruction beside I2F,
     FMUL and FFMA. Here one tf32 mma adds those of all four blocks of a stage, for 16 features x 8
     tokens. A tf32 is a float32 of which tensor cores read 11 significant bits, enough for a float16
-    m. So s is the sum of two tf32, and they fill the 8 K of the mma; less than 2^-21 of s is lost:
+    m. So each s is split into two of them, which lose less than 2^-21 of it; the two of each of
+    four blocks fill the 8 K of the mma:
 
         k                  0    1    2    3    4    5    6    7
         A, a feature       m of block 0 .. 3  |the same m again
         B, a token         upper 11 bits of s | what they leave     s of block 0 .. 3
 Why it should help
-    Step 7 has 18.9 instructions for an IMMA, the IMMA and the 12 of its scaling among them. Wider
-    loads, and fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles,
-    any other instruction for one: 21.6 cycles instead of 24.7. In each stage a block also waits 900
-    cycles for its loads and first fragments. The SM's other block hides that while it multiplies.
+    Step 7 issues 18.9 instructions for each IMMA: itself, 12 that scale its sums, and 5.9 others.
+    Wider loads, and fragments that are used twice, leave 15.8 in all. An IMMA holds a scheduler for
+    6.8 cycles, any other instruction for one: 21.6 cycles instead of 24.7. In each stage a block
+    also waits 900 cycles for its loads and first fragments; the SM's other block multiplies then.
     Predicted: 64 us where step 7 takes 74, 1.16x.
 What it costs
     250 registers a thread: two blocks of four warps on an SM. 18 to 26 KB for a stage.

@@ -1,7 +1,7 @@
 """Step 13: warp specialization - some warps only load, the others only multiply.
 
 What is new
-    In step 12 every warp issues copies, waits for everybody's at a barrier, and multiplies. Here
+    In step 12 every warp issues copies, waits at a barrier for those of all, and multiplies. Here
     one *producer* thread issues all copies, into a ring of up to eight shared-memory stages, and
     two *consumer* warpgroups multiply. Each stage has two *mbarriers*, words of shared memory that
     count arrivals and bytes: `full` completes when the stage's copies have arrived, `empty` when
@@ -42,9 +42,9 @@ Why it should help
     tensor cores run dry for some 480 cycles. Here a warp of a consumer issues 160 instructions, for
     twice as many tokens, and its next stage has arrived: in a ring of five a copy has the time of
     four stages, 4000 cycles, and the L2 answers in 1500. (512,4096,4096) is one tile of 128 x 128
-    for each of 128 SMs, 32 stages of 1024 cycles: 19 us at 1.75 GHz. To that come 15 %, as two
-    warps of a scheduler do not hide each other's latencies, 5 us for both ends of the tile and 3 us
-    between launches: expect 30.5 us, 1.2x.
+    for each of 128 SMs, 32 stages of 1024 cycles: 19 us at 1.75 GHz. Two warps of a scheduler do
+    not hide all of each other's latencies, which adds 15 %. Both ends of the tile add 5 us, and the
+    time between launches 3: expect 30.5 us, 1.2x.
 What it costs
     A block takes all registers and most of the shared memory of an SM, so nothing hides the
     beginning and the end of its tile. 128 of its 384 threads never multiply.

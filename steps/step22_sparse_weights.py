@@ -36,9 +36,10 @@ Why it should help
     both).
 What it costs
     Accuracy: pruning takes 0.136 of the energy of normal weights, an NMSE twenty times that of Q4_0
-    itself, and 0.204 of uniform ones. A model that is not trained again is of no use then. It is a
-    lesson: gemm never prunes. A NaN in A does not reach C where all weights it meets are pruned.
-    Few tokens make few tiles, and here no tile is shared: some SMs have no work.
+    itself, and 0.204 of uniform ones. A model is of no use then, unless it is trained again:
+    SmolLM2-135M has a perplexity of 3454 where Q4_0 has 26.3, and a mean KL of 5.0 nats where it
+    has 0.25. So this is a lesson, and gemm never prunes. A NaN in A does not reach C where all
+    weights it meets are pruned. Few tokens make few tiles, of which none is shared: SMs are idle.
 Machine code
     HGMMA.SP, eight a stage, with no wait but WARPGROUP.DEPBAR; no spills with 2 x 64 sums a thread.
 Prerequisites
