@@ -209,7 +209,7 @@ MODEL = (
     _option("--requantize", choices=FIVE, metavar="F",
             help="quantize tensors of types that no kernel takes to this format"),
     _flag("--reference", "multiply dequantized weights by torch, on the CPU"),
-    _option("--between", choices=("kernels", "plain", "compiled"),
+    _option("--between", choices=("kernels", "plain"),
             help="how norms and attention run on a GPU (default: this project's kernels)"),
     _count("--jobs", "processes that compile kernels before they are needed "
            "(default: cores, at most 16)", default=min(os.cpu_count() or 1, 16)),

@@ -257,8 +257,8 @@ def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
 
 
 def chosen(mode: str | None = None) -> Operations:
-    """The operations in a mode: "kernels", "plain" or "compiled" by torch; by default the kernels,
-    and on a GPU of less than `LEAST_CC` compiled.
+    """The operations in a mode: "kernels", or "plain" torch; by default the kernels, and on a GPU
+    of less than `LEAST_CC` plain.
 
     ValueError for kernels on such a GPU.
     """
@@ -266,8 +266,6 @@ def chosen(mode: str | None = None) -> Operations:
     if mode == MODE and not can:
         raise ValueError(
             "the operations between products cannot be 'kernels' here: their kernels take a GPU of "
-            "compute capability 8.0 or later; use plain or compiled"
+            "compute capability 8.0 or later; use plain"
         )
-    if mode == "plain":
-        return PLAIN
-    return operations.compiled() if mode == "compiled" or not can else Kernels()
+    return Kernels() if can and mode != "plain" else PLAIN

@@ -45,7 +45,7 @@ if not TYPE_CHECKING:
 MOST_SEQUENCES: Final = 16
 """Up to so many tokens at a time are one each of as many sequences; more are a prompt."""
 CACHE_STEP: Final = 256
-"""Positions; lengths of caches are multiples of it, as torch compiles attention for each length."""
+"""Positions; lengths of caches are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)

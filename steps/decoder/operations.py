@@ -1,8 +1,7 @@
-"""What a llama does between its products, in plain torch; `compiled` makes few kernels of it.
+"""What a llama does between its products, in plain torch.
 
-torch's compiler does not see the launches of products. So each of these functions is compiled
-alone, once for each shape and dtype, and all layers use it. The residual h is float32, or float64
-in a reference, and so is what is computed here. The products read and write dtypes of their own.
+The residual h is float32, or float64 in a reference, and so is what is computed here. The products
+read and write dtypes of their own.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 torch = operator.torch
 F = torch.nn.functional
-
-RECOMPILE_LIMIT: Final = 64
-"""Shapes and dtypes that torch compiles a function for before it gives up; its default is 8."""
 
 
 def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
@@ -80,7 +76,6 @@ def attention(
     tokens = x.shape[1]
     positions = position + torch.arange(tokens, device=cache.device)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    # Queries by themselves: the compiler fuses their rotation with the kernel that reads them.
     q, new = x[:, :, :heads], x[:, :, heads:]
     is_key = (torch.arange(twice, device=cache.device) < kv)[:, None]
     if head_norms is not None:
@@ -98,16 +93,10 @@ def attention(
         return y.transpose(1, 2).reshape(batch * tokens, heads * size).to(dtype)
     q = q[:, 0].view(batch, kv, heads // kv, size)
     k, v = cache.split(kv, 1)
-    if torch.compiler.is_compiling():  # one fused kernel is faster than cuBLAS here
-        scores = (q[:, :, :, None] * k[:, :, None]).sum(-1)
-    else:
-        scores = (q.to(k.dtype) @ k.transpose(-1, -2)).to(q.dtype)
+    scores = (q.to(k.dtype) @ k.transpose(-1, -2)).to(q.dtype)
     seen = torch.arange(length, device=cache.device) <= position
     shares = torch.where(seen, scores * size**-0.5, -torch.inf).softmax(-1)
-    if torch.compiler.is_compiling():
-        y = (shares[..., None] * v[:, :, None]).sum(-2)
-    else:
-        y = shares.to(v.dtype) @ v
+    y = shares.to(v.dtype) @ v
     return y.reshape(batch, heads * size).to(dtype)
 
 
@@ -161,13 +150,3 @@ class Operations:
 
 
 PLAIN: Final = Operations()
-
-
-def compiled() -> Operations:
-    """The functions compiled by torch (Inductor), but for `route`, which is a product, too."""
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    made = Operations()
-    made.mode = "compiled"
-    for name in ("rms_norm", "add_and_norm", "attention", "swiglu", "argmax_of_rows"):
-        setattr(made, name, torch.compile(getattr(PLAIN, name), fullgraph=True, dynamic=False))
-    return made

@@ -43,7 +43,7 @@ def tiny(tmp_path: Any) -> Any:
     return files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
 
 
-def reference(path: Any, operations: Any = operations.PLAIN) -> Any:
+def reference(path: Any) -> Any:
     """Products and the rest in float64."""
     return files.load(
         path,
@@ -51,7 +51,6 @@ def reference(path: Any, operations: Any = operations.PLAIN) -> Any:
         requantize="float32",
         residual_dtype=torch.float64,
         cache_dtype=torch.float64,
-        operations=operations,
     )
 
 
@@ -107,20 +106,6 @@ def test_an_embedding_is_the_blocks_or_the_floats_of_a_file() -> None:
         rows = dequantize(given) if given is table else given
         np.testing.assert_array_equal(made(ids).numpy(), rows[ids.numpy()])
         assert sum(one.nbytes for one in made.state_dict().values()) <= given.nbytes + 32
-
-
-def test_operations_between_products_are_compiled_whole(tiny: Any, monkeypatch: Any) -> None:
-    """Each function is one graph to torch's compiler, attention in another form among them."""
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **rest: plain(f, backend="aot_eager", **rest))
-    torch._dynamo.reset()
-    made = operations.compiled()
-    ids = torch.tensor([checks.prompt(files.WORDS, 5), checks.prompt(files.WORDS, 5, 1)])
-    wanted, logits = generate(reference(tiny), ids, 3, keep=True)
-    tokens, others = generate(reference(tiny, made), ids, 3, keep=True)
-    assert torch.equal(tokens, wanted)
-    for a, b in zip(others, logits, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -549,7 +534,7 @@ def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["plain", "compiled", "kernels"])
+@pytest.mark.parametrize("how", ["plain", "kernels"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2moe", "qwen3moe"])
 @pytest.mark.parametrize("accuracy", ["exact", "fast"])
 def test_right_on_a_gpu(
@@ -569,10 +554,10 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
         bench, "ROUNDS", {"decode": 2, "prefill 64": 2, "prefill 300": 2, "products": 2}
     )
     config = parts.Config(2, 256, 512, 8, 2, 32, 1000)
-    found = bench.measure(operations.compiled(), config=config)
+    found = bench.measure(operations.PLAIN, config=config)
     assert len(found["rows"]) == 4
     mixed = replace(config, hidden=128, experts=8, chosen=2)
-    of_experts = bench.measure(operations.compiled(), config=mixed)
+    of_experts = bench.measure(operations.PLAIN, config=mixed)
     assert len(of_experts["rows"]) == 4
     assert sum(one.startswith("experts") for one in of_experts["choices"]) == 4 * 2
     for name, off in found["rms_difference_of_logits_from_fp16"].items():
