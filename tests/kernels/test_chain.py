@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from numba import cuda
 
 from qformats import FORMATS, dequantize, quantize
 from qformats.repack import tiles
@@ -187,3 +189,15 @@ def test_unequal_shares_are_refused() -> None:
     how = chain.chain_of(("q4_0",), **sizes, blocks=132)
     assert (how.even, how.odd) == (1, 4)
     assert not chain.supports(("q4_0",), **sizes, blocks=132)
+
+
+@pytest.mark.parametrize(
+    ("cc", "mps", "runs"), [((9, 0), 0, True), ((9, 0), 1, False), ((8, 0), 0, False)]
+)
+def test_a_chain_runs_where_no_process_shares_its_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int], mps: int, runs: bool
+) -> None:
+    device = SimpleNamespace(compute_capability=cc, MPS_ENABLED=mps)
+    monkeypatch.setattr(chain, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device)
+    assert chain.runs_here.__wrapped__() == runs
