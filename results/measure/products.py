@@ -314,7 +314,7 @@ class Product:
         self._found: Check | None = None
 
     def first_run(self) -> None:
-        """Compile, launch once, and keep the result for `first_check`."""
+        """Compile, launch once, and keep the result for `check`."""
         step, family = self.work.step, self.work.family
         shared, machine = self.shared, self.shared.machine
         if why := step.supports(
@@ -338,7 +338,7 @@ class Product:
         self.launches = shared.launches(self.work, copies, self.activations, self._out)
 
     def last_run(self) -> None:
-        """Keep what the timed launches wrote, for `last_check`."""
+        """Keep what the timed launches wrote, for `check`."""
         self._c = self.shared.machine.host(self._out)
         self.shared.multiplied(self.activations)
 

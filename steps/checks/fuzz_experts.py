@@ -1,6 +1,6 @@
 """Random products of experts for the fuzzer: what a case is, how cases are drawn, what is wrong.
 
-    some = sharing(rng, formats, simulated, 32)     cases of one request and the same weights
+    some = sharing(rng, simulated, 32)              cases of one request and the same weights
     found = complaints(case, machine, weights)      a sentence for each thing that is wrong
 
 Of each case: slots that have an expert are within the a-priori bound of the float64 product of the

@@ -367,8 +367,8 @@ def _define_descriptor():
         `leading` is the distance in bytes of core matrices that are neighbours along K, `stride` of
         neighbours along N (PTX ISA, "Matrix Descriptor Format", K-major, no swizzle: the
         "leading-dimension" and the "stride-dimension byte offset"); they and the address are
-        multiples of 16. With 16-byte chunks in groups of eight tokens, [tokens/8, chunks, 8, 16],
-        as in a stage of `int8_chunks`: leading = 128, stride = 128 * chunks.
+        multiples of 16. With 16-byte chunks in groups of eight tokens, [tokens/8, chunks, 8, 16]:
+        leading = 128, stride = 128 * chunks.
 
         In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
         descriptor + (2 * leading >> 4).
