@@ -320,9 +320,8 @@ def test_chains_in_a_decoder(chained_layers: Any, tmp_path: Any) -> None:
     assert not do.chains.takes(model.layers)
 
 
-def test_chains_of_several_formats(chained_layers: Any, monkeypatch: Any, tmp_path: Any) -> None:
-    """As of a Q4_K_M: downs and values of some layers are in another format. One kernel for all
-    layers; where its chunks are too short, there are no chains."""
+def test_chains_of_several_formats(chained_layers: Any, tmp_path: Any) -> None:
+    """As of a Q4_K_M: downs and values of some layers are in another format. One kernel for all."""
     others = "blk.0.ffn_down", "blk.1.attn_v", "blk.1.attn_output"
     path = files.write_tiny(
         tmp_path / "tiny.gguf", "q8_0", architecture="qwen2", **SIZES_OF_CHAINS,
@@ -331,13 +330,10 @@ def test_chains_of_several_formats(chained_layers: Any, monkeypatch: Any, tmp_pa
     do, found = between.Kernels(), []
     for one in (do, changed(do, chains=None)):
         model = files.load(path, step_products("cpu"), operations=one)
-        assert not do.chains.takes(model.layers)
-        with monkeypatch.context() as patch:
-            patch.setattr(chain, "LEAST_CHUNK", 0)
-            assert do.chains.takes(model.layers)
-            cache = model.cache(1, 4)
-            chained_layers.launched.clear()
-            found.append([model.step(torch.tensor([token]), cache) for token in (3, 5)])
+        assert do.chains.takes(model.layers)
+        cache = model.cache(1, 4)
+        chained_layers.launched.clear()
+        found.append([model.step(torch.tensor([token]), cache) for token in (3, 5)])
         chains = [name for name, *_ in chained_layers.launched].count("chain")
         assert chains == (4 if one is do else 0)
     for mine, theirs in zip(*found, strict=True):
@@ -511,7 +507,7 @@ def drawn_llama(name: str, layers: int, device: Any) -> Decoder:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
 def test_chains_on_a_gpu(cuda: Any, monkeypatch: Any, name: str) -> None:
     """Beside deferred norms, and then of two sequences, whose tokens are queued on two streams at
     once as CUDA graphs: the same tokens as one after the other."""
