@@ -29,8 +29,7 @@ a scale per 32 values (Q8_1) or, in a "fast" kernel, per token."""
 
 Accuracy = Literal["exact", "fast", "pruned"]
 """exact: the kernel multiplies the weights as their format stores them, rounded to float16 at most;
-of K-quants scales and minima are rounded so as well (`qformats.storage`). One product rounds the
-weights once more, to bfloat16: that of experts of many tokens, where A is bfloat16.
+of K-quants scales and minima are rounded so as well (`qformats.storage`).
 fast: it requantizes them to int8 with one scale per row, and is used only when asked for.
 pruned: it multiplies two of each four weights along K (`qformats.repack.prune`), and is a lesson:
 `gemm` never takes it."""

@@ -108,15 +108,16 @@ def packed(layer: Layer, n: int, k: int, machine: Gpu, copies: int) -> list[Pack
 def requests_of(
     layer: Layer, tokens: int, dtype: str, accuracy: str = "exact"
 ) -> tuple[ExpertsRequest, ExpertsRequest]:
-    """Those of a pair."""
+    """Those of a pair. Clamped gates of bfloat16 A are float16, as in `steps.nn.experts`."""
+    of_gates = "float16" if layer.gate == "clamped" and dtype == "bfloat16" else dtype
     of_bias = dtype if layer.gate == "clamped" else None
     up = ExpertsRequest(
         layer.format, tokens, layer.chosen, layer.experts, 2 * layer.inner, layer.hidden, dtype,
-        dtype, "int64", bias=of_bias, gate=layer.gate, leads=True, accuracy=accuracy,
+        of_gates, "int64", bias=of_bias, gate=layer.gate, leads=True, accuracy=accuracy,
     )  # fmt: skip
     down = ExpertsRequest(
-        layer.format, tokens, layer.chosen, layer.experts, layer.hidden, layer.inner, dtype, dtype,
-        "int64", True, of_bias, router="float32", follows=True, accuracy=accuracy,
+        layer.format, tokens, layer.chosen, layer.experts, layer.hidden, layer.inner, of_gates,
+        dtype, "int64", True, of_bias, router="float32", follows=True, accuracy=accuracy,
     )  # fmt: skip
     return up, down
 
@@ -143,7 +144,8 @@ class Pair:
             first, second = (torch.zeros(one, dtype=kind, device="cuda") for one in shapes)
             self.bias = first, second
         self.a = torch.randn(tokens, layer.hidden, device="cuda").to(kind)
-        self.x = torch.empty(tokens, layer.chosen, layer.inner, dtype=kind, device="cuda")
+        of_gates = getattr(torch, requests[0].c)
+        self.x = torch.empty(tokens, layer.chosen, layer.inner, dtype=of_gates, device="cuda")
         self.y = torch.empty(tokens, layer.hidden, dtype=kind, device="cuda")
         self.router = torch.full((tokens, layer.chosen), 1 / layer.chosen, device="cuda")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from qformats import FORMATS
 from qformats.repack import TILE_ROWS
-from reference import Bfloats, Halves, Problem
+from reference import Halves, Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound
 from reference.product import same_operands
@@ -52,9 +52,6 @@ SANITIZED: Final = (
 
 SIMULATED: Final = 2**13  # slots times N times K of a case in the simulator, at most: a few seconds
 GUARD: Final = 128  # values on each side of C that are watched
-OPERANDS: Final = {"float32": "f16_weights", "float16": "f16_weights", "bfloat16": "bf16_weights"}
-"""How weights may be rounded, by the dtype of A (`reference.limits.bound`)."""
-
 LARGEST: Final = 65000.0
 """Products below it are finite in float16."""
 
@@ -176,7 +173,7 @@ class _Problem:
         """(C, by how much it may be off, where it may be anything as a product is beyond float16),
         float64; NaN where C must be."""
         case, asked = self._case, self._case.request
-        values = Halves.of_values(self._values) if case.a != "bfloat16" else Bfloats(self._values)
+        values = Halves.of_values(self._values)
         y, off = (np.full((asked.slots, asked.outputs), np.nan) for _ in range(2))
         rows = np.arange(asked.slots) // (1 if asked.per_slot else case.s)
         for e in np.unique(self.ids):
@@ -184,7 +181,7 @@ class _Problem:
             if not 0 <= e < case.experts or not own.size:
                 continue
             c, size = same_operands(values.rows(rows[own]), self._weights.blocks[e])
-            error = bound("A16", case.k, size, OPERANDS[case.a])
+            error = bound("A16", case.k, size, "f16_weights")
             if self.bias is not None:
                 c = c + _floats(self.bias[e])
                 error = error + 2.0**-23 * np.abs(c)

@@ -114,7 +114,6 @@ from steps.instructions.warpgroup import (
     setmaxnreg_inc,
     spread,
     swizzled_descriptor,
-    wgmma_bf16,
     wgmma_commit,
     wgmma_f16,
     wgmma_fence,

@@ -49,7 +49,6 @@ from numba.cuda.types import float32, int32, int64, uint32
 from steps.instructions.define import SHARED, as_it_is, cast_of, define, index, pack, ptx
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.errors import SimulatorError
-from steps.simulator.fragments import BFLOAT16
 from steps.simulator.lanes import REGISTERS, WARPGROUP
 from steps.simulator.scheduler import now
 from steps.simulator.warpgroup_mma import SWIZZLE_128B, SWIZZLED_ROW, begin, wait
@@ -152,15 +151,6 @@ wgmma_f16 = _wgmma(
     (np.float16, np.float16),
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B, or A @ B where accumulate is 0; float16 "
     "with float32 sums. HGMMA.",
-)
-wgmma_bf16 = _wgmma(
-    "wgmma_bf16",
-    "k16",
-    "f32.bf16.bf16",
-    float32,
-    ", 1, 1, 0",
-    (BFLOAT16, BFLOAT16),
-    "As `wgmma_f16`, of bfloat16. HGMMA.",
 )
 wgmma_s8 = _wgmma(
     "wgmma_s8",

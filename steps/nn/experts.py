@@ -78,16 +78,16 @@ def _on_gpu(
     gate: str,
     leads: bool,
     follows: bool,
-    wide: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """y [T, S, N] of x [T, K] or [T, S, K] and ids [T, S], see `steps.product.experts.experts`.
 
     weights: packed arrays. fast: those that fast kernels read, none where products are exact. gate:
-    "" for none. router: y is [T, N] then. wide: y is float32, else of x's dtype. Everything is on
-    one GPU; what is not contiguous, or of a dtype that no kernel reads, is copied.
+    "" for none. router: y is [T, N] then. dtype: of y. Everything is on one GPU; what is not
+    contiguous, or of a dtype that no kernel reads, is copied.
     """
     y = _shape_of(
-        x, ids, weights, fast, bias, router, format, experts, n, gate, leads, follows, wide
+        x, ids, weights, fast, bias, router, format, experts, n, gate, leads, follows, dtype
     )
     if not y.numel():
         return y
@@ -113,11 +113,11 @@ def _on_gpu(
 def _shape_of(
     x: Tensor, ids: Tensor, weights: list[Tensor], fast: list[Tensor], bias: Tensor | None,
     router: Tensor | None, format: str, experts: int, n: int, gate: str, leads: bool, follows: bool,
-    wide: bool,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     outputs = n // 2 if gate else n
     shape = (len(ids), outputs) if router is not None else (*ids.shape, outputs)
-    return x.new_empty(shape, dtype=torch.float32 if wide else x.dtype)
+    return x.new_empty(shape, dtype=dtype)
 
 
 _product = torch.library.custom_op(
@@ -205,7 +205,7 @@ def _products_on_gpu(
     if checked:
         _check(ids, len(blocks))
     size = format, len(blocks), blocks.shape[1]
-    return _product(x, ids, weights, [], None, None, *size, "", False, False, False)
+    return _product(x, ids, weights, [], None, None, *size, "", False, False, x.dtype)
 
 
 _of_blocks: KeptWith[list[Tensor]] = KeptWith()
@@ -428,21 +428,26 @@ class QuantExperts(nn.Module):
         float32, else in the dtype of x."""
         if not self._on_gpu:
             return self._on_cpu(x, ids, router, wide)
-        dtype = x.dtype
+        dtype = torch.float32 if wide else x.dtype
         if fused := bool(self._arrays("gate_up")):
-            x = self._launched("gate_up", x, ids, gate=self._gate, leads=True)
+            of_gates = x.dtype
+            if self._gate == "clamped" and x.dtype is torch.bfloat16:
+                of_gates = torch.float16  # 56 at most, and no pass is needed before the downs
+            x = self._launched("gate_up", x, ids, of_gates, gate=self._gate, leads=True)
         else:
-            x = self._gated(self._launched("gate", x, ids), self._launched("up", x, ids)).to(dtype)
-        return self._launched("down", x, ids, router, follows=fused, wide=wide)
+            gate, up = (self._launched(name, x, ids, x.dtype) for name in PARTS[:2])
+            x = self._gated(gate, up).to(x.dtype)
+        return self._launched("down", x, ids, dtype, router, follows=fused)
 
     def _launched(
-        self, name: str, x: Tensor, ids: Tensor, router: Tensor | None = None, gate: str = "",
-        leads: bool = False, follows: bool = False, wide: bool = False,
+        self, name: str, x: Tensor, ids: Tensor, dtype: torch.dtype, router: Tensor | None = None,
+        gate: str = "", leads: bool = False, follows: bool = False,
     ) -> Tensor:  # fmt: skip
         n = {"gate_up": 2 * self.inner, "down": self.hidden}.get(name, self.inner)
         return _product(
             x, ids, self._arrays(name), self._arrays(f"{name}_fast"), self._bias(name), router,
-            self.formats["gate" if gate else name], self.num_experts, n, gate, leads, follows, wide,
+            self.formats["gate" if gate else name], self.num_experts, n, gate, leads, follows,
+            dtype,
         )  # fmt: skip
 
     def _on_cpu(self, x: Tensor, ids: Tensor, router: Tensor | None, wide: bool) -> Tensor:

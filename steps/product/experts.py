@@ -302,8 +302,7 @@ def experts(
     accuracy: "exact", the default, or "fast", as of `steps.gemm`: products of many tokens may then
               requantize the weights to int8 with one scale per row, and `a` to int8 with one per
               token. Weights that are packed already must be so for "fast" (`pack_experts`), else
-              products stay exact. Exact products of many tokens round weights to float16, and where
-              `a` is bfloat16 to bfloat16.
+              products stay exact.
     machine, stream : see `steps.gemm`.
     explain : return (C, choice), an `ExpertsChoice`.
 

@@ -12,10 +12,8 @@ from numba import cuda
 from qformats import BLOCK, format_of
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
-from reference.bfloat16 import bfloat16_values
 from steps.instructions import store_u32x4
-from steps.kernels.parts.weights.bfloats import float_format
-from steps.kernels.parts.weights.storage_formats import tile_format
+from steps.kernels.parts.weights.storage_formats import half_format, tile_format
 from steps.simulator.launch import simulate
 from tests.formats.test_file_formats import random_blocks
 
@@ -62,9 +60,9 @@ def code_reader(stored: str) -> Any:
 
 
 @cache
-def float_reader(stored: str, kind: str) -> Any:
+def half_reader(stored: str) -> Any:
     """kernel(packed, out[tile, half, step, lane, register]): one warp a packed tile."""
-    form = float_format(stored, kind)
+    form = half_format(stored)
     words, scales, size = form.words, form.scales, form.tile_bytes
     multipliers, fragments = form.multipliers, form.fragments
 
@@ -106,20 +104,17 @@ def codes_in_registers(packed: np.ndarray, stored: str, n: int, k: int) -> np.nd
     return parts.reshape(rows * TILE_ROWS, -1)[:n, :k]
 
 
-def weights_in_registers(
-    blocks: np.ndarray, kind: str = "float16"
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float64 [N, K] as numbers of that kind, the factor of each row [N])"""
+def weights_in_registers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(float64 [N, K] as float16, the factor of each row [N])"""
     fmt = format_of(blocks)
     n, k = len(blocks), blocks.shape[1] * fmt.elements
     stored = storage_format(fmt).name
     packed, factors = tiles(blocks)
     packed, rows, k_tiles = in_order(packed, stored, n, k)
     out = np.zeros((rows * k_tiles, 2, 4, 32, 4), np.uint32)
-    simulate(float_reader(stored, kind), len(out), 32, (packed, out))
-    bits = out.view(np.uint16)
-    values = bits.view(np.float16) if kind == "float16" else bfloat16_values(bits)
+    simulate(half_reader(stored), len(out), 32, (packed, out))
     # row tile, K tile, half, step, g, t, eight, row g or g + 8, half of the register: of 16 K
     # 8 eight + 2 t + that half
-    parts = values.reshape(rows, k_tiles, 2, 4, 8, 4, 2, 2, 2).transpose(0, 7, 4, 1, 2, 3, 6, 5, 8)
+    parts = out.view(np.float16).reshape(rows, k_tiles, 2, 4, 8, 4, 2, 2, 2)
+    parts = parts.transpose(0, 7, 4, 1, 2, 3, 6, 5, 8)
     return parts.reshape(rows * TILE_ROWS, -1)[:n, :k].astype(np.float64), factors[:n]

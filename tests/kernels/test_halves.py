@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import cuda, uint8, uint32
+from numba import uint8, uint32
 
-from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, tiles
 from reference import Bfloats, Halves, Problem, bfloat16_values
-from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
+from reference.bfloat16 import bfloat16_bits
 from reference.product import least_half
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.compile.compiler import machine_code, signature_of
@@ -38,15 +38,13 @@ from steps.kernels.parts.activations.rows import (
     row_loads,
     row_rounder,
 )
-from steps.kernels.parts.weights.bfloats import halves_to_bfloats
 from steps.kernels.parts.weights.codes import tile_format
 from steps.registry import kernel_of
-from steps.simulator.launch import simulate
 from tests.kernels.packed_tiles import (
     blocks_with,
     by_row_tile,
     exact_weights,
-    float_reader,
+    half_reader,
     weights_in_registers,
 )
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
@@ -133,13 +131,6 @@ def test_a_weight_is_rounded_once(name: str) -> None:
     off = np.abs(got * factors[:, None].astype(np.float64) - exact)
     assert (off <= 2.0**-11 * np.abs(exact) + least).all()
 
-    # bfloat16: off by what the check allows, and no float16
-    brief, factors = weights_in_registers(blocks, "bfloat16")
-    off = np.abs(brief * factors[:, None] - exact)
-    relative = (1 + 2.0**-8) * (1 + 2.0**-11) - 1
-    assert (off <= relative * np.abs(exact) + (1 + 2.0**-8) * least).all()
-    assert off.max() > 2.0**-10 * np.abs(exact).max()
-
 
 @weight_format
 def test_powers_of_two_are_exact(name: str) -> None:
@@ -147,28 +138,6 @@ def test_powers_of_two_are_exact(name: str) -> None:
     blocks = Problem(1, 32, 256, name, "integer").blocks
     got, factors = weights_in_registers(blocks)
     np.testing.assert_array_equal(got * factors[:, None], exact_weights(blocks))
-
-
-@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
-def test_bfloat16_weights_are_the_float16_ones_rounded_once_more(name: str) -> None:
-    blocks = Problem(1, 32, 256, name, "normal").blocks
-    halves, bfloats = (weights_in_registers(blocks, kind)[0] for kind in ("float16", "bfloat16"))
-    np.testing.assert_array_equal(bfloats, rounded_to_bfloat16(halves.astype(np.float32)))
-    assert np.abs(bfloats).max() > 0
-
-
-def test_every_float16_becomes_the_nearest_bfloat16() -> None:
-    @cuda.jit
-    def convert(x, out):
-        i = cuda.grid(1)
-        out[i] = halves_to_bfloats(x[i])
-
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    out = np.zeros(1 << 15, np.uint32)
-    simulate(convert, 128, 256, (halves.view(np.uint32), out))
-    values = halves.view(np.float16).astype(np.float32)
-    got, wanted = bfloat16_values(out.view(np.uint16)), rounded_to_bfloat16(values)
-    np.testing.assert_array_equal(got, wanted)  # NaN for NaN
 
 
 @pytest.mark.slow
@@ -181,9 +150,9 @@ def test_every_float16_becomes_the_nearest_bfloat16() -> None:
 )
 def test_instructions_of_a_fragment(name: str) -> None:
     """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits and
-    of E2M1; as bfloat16, three more for two weights."""
+    of E2M1."""
     reads = uint8[::1], uint32[:, :, :, :, ::1]
-    code = machine_code(float_reader(name, "float16"), reads, "sm_90a")
+    code = machine_code(half_reader(name), reads, "sm_90a")
     if name in WEIGHT_FORMATS:
         bits = FORMATS[name].bits
         rows_blocks = 8  # each with a splat of d, and two products or one and the minimum
@@ -195,13 +164,6 @@ def test_instructions_of_a_fragment(name: str) -> None:
     if name == "e2m1":
         assert code.count("LOP3") <= 48 + 3
         assert code.count("PRMT") <= 8  # scales
-    if name in ("q4_0", "q5_1", "q8_0", "e2m1"):
-        bfloat = machine_code(float_reader(name, "bfloat16"), reads, "sm_90a")
-        assert bfloat.count("HADD2.F32") == 64
-        assert bfloat.count("F2FP.BF16") == 32
-        for opcodes in (("LOP3",), ("HFMA2",), ("HMUL2",), ("PRMT",), ("SHF", "IMAD")):
-            assert bfloat.count(*opcodes) <= code.count(*opcodes) + 2
-        assert bfloat.stack_bytes == bfloat.spill_store_bytes == 0
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats import dequantize, quantize
+from qformats import FORMATS, dequantize, quantize
 from qformats.repack import tiles
-from reference import nmse
+from reference import Problem, bfloat16_bits, nmse
 from reference.limits import INT8_NMSE
 from steps import experts, pack_experts
 from steps.driver.machines import Simulator
@@ -63,6 +63,25 @@ def test_packed_experts_are_not_copied() -> None:
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match=r"q4_0 \[3, 48, 160\]\) lies on the simulator and is"):
             copied(packed)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "mxfp4"])
+def test_weights_are_rounded_to_float16_at_most(name: str) -> None:
+    """What `exact` promises, of few tokens and of many and with A of each dtype: row i of A is 1 at
+    K = 7 i alone, so a sum is one weight. Nor is A rounded further where it is beyond float16."""
+    w = Problem(1, 24, 128, name, "normal").blocks
+    values = FORMATS[name].dequantize(w).astype(np.float64)
+    for tokens, kernel in ((2, few.KERNEL), (18, many.KERNEL)):
+        ids, columns = np.zeros((tokens, 1), np.int32), 7 * np.arange(tokens)
+        for dtype in ("float32", "float16", "bfloat16"):
+            size = 1.0 if dtype == "float16" else 2.0**60
+            a = np.zeros((tokens, 128), np.float32)
+            a[np.arange(tokens), columns] = size
+            given = bfloat16_bits(a) if dtype == "bfloat16" else a.astype(dtype)
+            c, choice = experts(given, w[None], ids, machine=Simulator(), explain=True)
+            assert choice.kernel is kernel
+            right, off = values[:, columns].T, np.abs(c[:, 0] / size - values[:, columns].T)
+            assert (off <= 2.0**-11 * np.abs(right) + 2.0**-24 * np.abs(right).max()).all()
 
 
 def test_a_product_a_plan_and_an_output() -> None:

@@ -94,17 +94,24 @@ from steps.kernels.prefill.wgmma_tiles import (
     int8_stage_cycles,
 )
 
-TOKENS: Final = tuple(range(16, 161, 16))
-"""Tokens of a tile."""
+MOST_TOKENS: Final = 144
+TOKENS: Final = tuple(range(16, MOST_TOKENS + 1, 16))
+"""Tokens of a tile. 160 sums of a thread would leave 64 registers for all else, and `wgmma` would
+be made to wait for each."""
 
 
-def most_tokens(bits: int, fast: bool, scaled: bool, gated: bool) -> int:
-    """Tokens of a tile at most. 160 sums of a thread leave 64 registers: enough for weights of 4
-    bits, for tokens without scales, and for int8 whose two sums become one output. Of more bits 128
-    tokens leave a ring of four stages, with which an H200 is faster than with 144 and three."""
+SPILL_FREE: Final = ("q4_0", "q4_1")
+"""Storage formats with which a tile of `MOST_TOKENS` whose tokens have scales does not spill."""
+
+
+def most_tokens(stored_as: Any, fast: bool, scaled: bool, gated: bool, biased: bool) -> int:
+    """Tokens of a tile at most. Tokens with scales and two outputs of a thread, or a bias, spill
+    with more than 128. And of float16 weights of more than 4 bits 128 leave a ring of four stages,
+    with which an H200 is faster than with 144 and three."""
     if fast:
-        return 144 if gated else 128
-    return 160 if bits == 4 and not scaled else 128
+        return MOST_TOKENS if gated or not scaled else 128
+    wide = not scaled or (gated and not biased and stored_as.name in SPILL_FREE)
+    return MOST_TOKENS if wide and stored_as.bits == 4 else 128
 
 
 WARPGROUPS: Final = 2  # that multiply: 64 features of each accumulator half
@@ -124,7 +131,7 @@ LEAST_NARROW: Final = 112
 
 EVERY_LANE: Final = 0xFFFFFFFF
 STAGES: Final = 5  # of the ring, at most
-STAGINGS: Final = ((160, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, the first that fits
+STAGINGS: Final = ((MOST_TOKENS, 1), (32, 2), (16, 2), (16, 1))  # of `scatter`, the first that fits
 STAGGER: Final = 1  # stages by which the first warpgroup begins before the other
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
 BOX_ROW: Final = 2 * BOX_K  # bytes
@@ -142,7 +149,7 @@ def kernel(
     tile of 256 rows of W 128 are gates and 128 their ups, and C has what `GATE_OF` makes of
     them."""
     (bn, bm), of_bytes = tile, kind == "int8"
-    form = byte_half_stage(fmt.name) if of_bytes else half_stage(fmt.name, kind)
+    form = byte_half_stage(fmt.name) if of_bytes else half_stage(fmt.name)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     acc_halves, is_gated = bn // HALF, gate is not None
     to_floats = output == "float32"
@@ -448,21 +455,26 @@ def launches(
     request: ExpertsRequest, given: ExpertsOperands, machine: Machine, fast: bool = False
 ) -> tuple[Launch, ...]:
     """All launches: the routing, the pass that sorts A and rounds it, to int8 where it is `fast`,
-    the product, and the sum over a token's experts, of products in the dtype of C."""
+    the product, and the sum over a token's experts, of products in the dtype of C.
+
+    Products that nothing is added to before, and whose range is a float32's, are multiplied by the
+    scales of tokens in the sum."""
     types = routing.sizes(request.slots, request.experts)
     rows, offsets, places = (machine.empty(*one) for one in types)
-    a, passes = sorted_rows(
+    activations, passes = sorted_rows(
         given.a, places, request.slots, machine, ordered=request.follows, fast=fast
     )
-    c = given.out
-    if request.router is not None:
-        shape = request.tokens, request.chosen, request.n
-        c = machine.empty(shape, array_dtype(request.c))
+    before = routing.launch(given.ids, rows, offsets, places), *passes
+    if request.router is None:
+        return *before, product(request, given, activations, rows, offsets, given.out, fast)
+    shape = request.tokens, request.chosen, request.n
+    c, scales = machine.empty(shape, array_dtype(request.c)), None
+    if activations[1:] and request.bias is None and request.c != "float16":
+        scales, activations = activations[1], activations[:1]
     return (
-        routing.launch(given.ids, rows, offsets, places),
-        *passes,
-        product(request, given, a, rows, offsets, c, fast),
-        *(() if request.router is None else [weighted.launch(c, given.router, given.out, places)]),
+        *before,
+        product(request, given, activations, rows, offsets, c, fast),
+        weighted.launch(c, given.router, given.out, places, scales),
     )
 
 
@@ -476,7 +488,7 @@ def product(
     steps, groups = ceil_div(request.k, TILE_K), request.row_tiles // TILE_GROUP
     bn = 2 * HALF if request.n > HALF or request.gate else HALF
     each, gated = request.slots / request.experts, request.gate is not None
-    most = most_tokens(stored_as.bits, fast, bool(scales), gated)
+    most = most_tokens(stored_as, fast, bool(scales), gated, request.bias is not None)
     bm = tile_tokens(stored_as, fast, each, bn, steps, most, request.bias, request.gate)
     ordered = request.leads or request.router is not None
     kinds = dtype_name(a), dtype_name(c), bool(scales), request.bias, request.gate

@@ -3,11 +3,11 @@
     out[places[S t + s]] = A[t]         for all slots s of token t
 
 A tile of a product has rows of one expert, and where these lie side by side a tensor map copies
-them. So this pass puts a row where each expert that multiplies it reads it. On the way float32
-becomes float16, and all dtypes int8 where products are "fast": codes and scales are those of
-`steps.kernels.parts.activations.rows`. A warp has a row. It keeps the row in registers until
-shuffles have found the largest, and stores it once for each slot; a row of more than `MOST_LOADS`
-x 128 values is read twice or more.
+them. So this pass puts a row where each expert that multiplies it reads it. On the way float32 and
+bfloat16 become float16 in a power of two of their row, and all dtypes int8 where products are
+"fast": codes and scales are those of `steps.kernels.parts.activations.rows`. A warp has a row. It
+keeps the row in registers until shuffles have found the largest, and stores it once for each slot;
+a row of more than `MOST_LOADS` x 128 values is read twice or more.
 
 A producer that gathers rows itself would need no pass, but issues 64 copies of a warp for each
 stage of a tile, of which there are as many as a row has tiles along N.
@@ -39,6 +39,7 @@ STEP: Final = 4 * 32
 """Values that a warp loads at a time."""
 MOST_LOADS: Final = 24
 ROUNDED: Final = {"float16": TO_HALVES, "int8": TO_BYTES}
+"""What becomes of a row, by its dtype behind the pass."""
 
 
 @cache
@@ -47,7 +48,7 @@ def kernel(loads: int, of: str, to: str, ordered: bool) -> Any:
     values. ordered: A[P, K] is in the order of experts, else there are places."""
     read, rounds = SOURCES[of], of != to
     words, is_aligned, load_4, values = read.words, read.aligned, read.load, read.values
-    rounding = ROUNDED.get(to, TO_HALVES)
+    rounding = ROUNDED[to]
     size_of, scale_of, token_scale = rounding.size, rounding.scale, rounding.token_scale
     pack, out_words = rounding.pack, rounding.words
 
@@ -119,7 +120,7 @@ def sorted_rows(
     """((A[P, K] in the order of experts, and its scales [P] if it was rounded), the launches that
     make them) of A[P / S, K], K a multiple of 4. ordered: A is in this order already."""
     (m, k), of = a.shape, dtype_name(a)
-    to = "int8" if fast else "float16" if of == "float32" else of
+    to = "int8" if fast else "float16"
     if ordered and of == to:
         return (a,), ()
     out = machine.empty((positions, k), np.dtype(np.int8) if fast else array_dtype(to))

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from numba import cuda
 
-from steps.instructions import wgmma_bf16, wgmma_commit, wgmma_f16, wgmma_fence, wgmma_s8
-from steps.kernels.parts.weights.bfloats import float_format
+from steps.instructions import wgmma_commit, wgmma_f16, wgmma_fence, wgmma_s8
 from steps.kernels.parts.weights.int8 import byte_format
+from steps.kernels.parts.weights.storage_formats import half_format
 
 NEXT_16_K: Final = 2
 """In a swizzled descriptor: 16 K are 32 bytes of a token's row."""
@@ -45,10 +45,10 @@ class HalfStage:
 
 
 @cache
-def half_stage(format_name: str, kind: str) -> HalfStage:
-    """The device functions for the weights of a storage format and tokens of this kind, "float16"
-    or "bfloat16", for capture in a kernel factory."""
-    form, mma = float_format(format_name, kind), wgmma_f16 if kind == "float16" else wgmma_bf16
+def half_stage(format_name: str) -> HalfStage:
+    """The device functions for the weights of a storage format and float16 tokens, for capture in a
+    kernel factory."""
+    form = half_format(format_name)
     words, scales = form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
 
@@ -63,10 +63,10 @@ def half_stage(format_name: str, kind: str) -> HalfStage:
         w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
         w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
         wgmma_fence()
-        acc = mma(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
-        acc = mma(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
-        acc = mma(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
-        acc = mma(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
+        acc = wgmma_f16(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
         wgmma_commit()
         return acc
 
