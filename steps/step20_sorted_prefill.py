@@ -120,9 +120,9 @@ CHUNK: Final = 16  # bytes that a thread stores at once: 8 float16
 C_ROW: Final = 2 * BLOCK_N  # bytes of a row of the finished tile
 NEXT_16_K: Final = 2  # of a descriptor, which counts chunks
 
-EVERY_LANE: Final = 0xFFFFFFFF  # of a warp votes
+EVERY_LANE: Final = 0xFFFFFFFF  # a mask: all 32 lanes vote
 SORTING_WARPS: Final = 16  # of a thread block: each has a part of all ids
-IN_FLIGHT: Final = 8  # ids that a lane asks for before it uses the first: latencies pass together
+IN_FLIGHT: Final = 8  # ids that a lane loads before it uses the first: latencies overlap
 GATHERERS: Final = 128  # threads, which copy 2 KB of a row at a time
 
 
@@ -139,8 +139,8 @@ def tiles_of_experts(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
 
 @cuda.jit(device=True, forceinline=True)
 def load_experts(found, ids, first, end, experts, lane):
-    """The experts of 32 IN_FLIGHT pairs from `first` on, IN_FLIGHT of a lane: `experts` for an id
-    that is none, one more from pair `end` on."""
+    """The experts of 32 * IN_FLIGHT pairs from `first` on, IN_FLIGHT for each lane. An id that is
+    none counts as `experts`, a pair from `end` on as `experts + 1`."""
     for j in range(IN_FLIGHT):
         found[j] = load_u32(ids, min(int32(first + 32 * j + lane), int32(end - 1)))
     for j in range(IN_FLIGHT):
@@ -150,8 +150,8 @@ def load_experts(found, ids, first, end, experts, lane):
 
 @cuda.jit(launch_bounds=(32 * SORTING_WARPS, 1))
 def sort_pairs(ids, rows, offsets):
-    """Thread block e writes offsets[e], how many pairs have lesser experts, and from rows[offsets
-    [e]] on the pairs of expert e; the last block those whose id is no expert. ids: int32, flat or
+    """Thread block e counts the pairs of lesser experts, offsets[e], and writes the pairs of expert
+    e to rows, from there on. The last block writes those whose id is no expert. ids: int32, flat or
     [T, S], rows: int32 [T S], offsets: int32 [E + 1]."""
     counts = cuda.shared.array((2, SORTING_WARPS), int32)
     found = cuda.local.array(IN_FLIGHT, uint32)
@@ -453,8 +453,8 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     a, rows, offsets = activations
-    # Few experts have more rows than their mean and two standard deviations. The fewest tiles that
-    # hold so many, all of one height
+    # Few experts have more rows than the mean plus two standard deviations: as few tiles as hold so
+    # many, all of one height
     experts = offsets.shape[0] - 1
     likely = max(1, ceil(shape.m / experts + 2 * sqrt(shape.m / experts)))
     block_m = ceil_div(ceil_div(likely, ceil_div(likely, BLOCK_M)), 16) * 16
