@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -369,66 +365,3 @@ def test_the_command_writes_the_file(
     assert capsys.readouterr().out.strip() == str(out)
     assert command.main(["page", "--root", str(tmp_path), "--out", str(out)]) == 1
     assert "Nothing is measured yet" in capsys.readouterr().out
-
-
-# --- in a browser ---------------------------------------------------------------------------------
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-WIDTHS = (390, 1280)
-LOOK = """
-addEventListener("load", () => {
-  const told = [...document.querySelectorAll("iframe")].map(frame => {
-    const page = frame.contentDocument, width = Number(frame.width);
-    const all = what => [...page.querySelectorAll(what)];
-    const style = what => frame.contentWindow.getComputedStyle(page.querySelector(what));
-    const wide = () => [
-      ...(page.documentElement.scrollWidth > width ? ["the page"] : []),
-      ...all("p, li, dd, h2, h3, summary").filter(each => !each.closest(".scroll")
-        && each.getBoundingClientRect().right > width).map(each => each.textContent)];
-    const closed = wide();
-    const line = "#step-1 .request .lane .line", before = style(line).animationName;
-    page.querySelector("#step-1 .request .play input").click();
-    const moved = [before, style(line).animationName];
-    all("details").forEach(each => each.open = true);
-    const drawn = all("svg.chart text").filter(each => each.getBoundingClientRect().height > 0);
-    return {wide: [...closed, ...wide()], moved, drawn: drawn.length,
-            paper: style("body").backgroundColor};
-  });
-  document.body.innerHTML = "<pre>" + btoa(JSON.stringify(told)) + "</pre>";
-});
-"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
-@pytest.mark.parametrize("dark", [False, True])
-def test_in_chromium(shown: Page, tmp_path: Path, dark: bool) -> None:
-    """On a phone and on a desk, closed and with all opened: nothing is cut off, charts have their
-    texts, and lanes come one by one, without a script of the page's own."""
-    (tmp_path / "report.html").write_text(shown.html, encoding="utf-8")
-    frames = "".join(
-        f'<iframe src="report.html" width="{w}" height="800"></iframe>' for w in WIDTHS
-    )
-    (tmp_path / "look.html").write_text(f"<body>{frames}<script>{LOOK}</script></body>")
-    done = subprocess.run(
-        [
-            *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *("--disable-dev-shm-usage", "--allow-file-access-from-files"),
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            *("--virtual-time-budget=60000", f"--user-data-dir={tmp_path / 'profile'}"),
-            (tmp_path / "look.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    found = re.search(r"<pre>([^<]+)</pre>", done.stdout)
-    assert found, done.stdout[-500:] + done.stderr[-2000:]
-    for told in json.loads(base64.b64decode(found[1])):
-        assert told["wide"] == []
-        assert told["moved"] == ["none", "comes"]
-        assert told["drawn"] > 100
-        paper = sum(map(int, re.findall(r"\d+", told["paper"])))
-        assert (paper < 3 * 64) == dark
