@@ -40,6 +40,7 @@ from steps.kernels.decode.product import (
     BOX_K,
     PAIR,
     SCALE_BYTES,
+    box_rows,
     boxes_bytes,
     boxes_stride,
 )
@@ -59,7 +60,8 @@ from steps.kernels.parts.weights.storage_formats import tile_format
 def arguments(variant: Variant, w: Any, row_scales: Any, a: Any, *others: Any) -> tuple[Any, ...]:
     """Those of a kernel: where it copies A in boxes, a tensor map of A comes first."""
     if variant.in_boxes:
-        return TensorMap(a, (variant.tokens, BOX_K)), w, row_scales, *others
+        rows = box_rows(variant.tokens, a.shape[0], variant.scaled)
+        return TensorMap(a, (rows, BOX_K)), w, row_scales, *others
     return w, row_scales, a, *others
 
 
@@ -86,7 +88,8 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
     copies, (load, quantize) = bulk_copies(variant.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a = copies.size, copies.issue
     has_tail, zero_tail = copies.has_tail, copies.zero_tail
-    copy_boxes, of_boxes = box_copies(tokens), boxes_bytes(tokens)
+    copy_boxes, of_boxes, of_row = box_copies(tokens), boxes_bytes(tokens), boxes_bytes(1)
+    as_many_rows = box_rows(tokens, 1, variant.scaled) < tokens
     boxes_apart = boxes_stride(tokens)
     bars_at, bars_of_warp = variant.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
@@ -104,7 +107,7 @@ def kernel(name: str, variant: Variant, kind: str, end_of: FinalSum, gated: bool
                 if with_weights:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
                 elif brings_a:
-                    more_bytes += of_boxes
+                    more_bytes += of_row * min(rows[0], tokens) if as_many_rows else of_boxes
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
                 if brings_a and boxes >= 0:
                     if kept_boxes:
