@@ -19,6 +19,7 @@ from steps.driver.machines import Simulator
 from steps.kernels.between import attention
 from steps.kernels.experts import layer
 from steps.kernels.parts.exchange import PATIENCE
+from steps.simulator.errors import SimulatorError
 from steps.simulator.launch import simulate
 
 SLOW = pytest.mark.slow
@@ -199,14 +200,14 @@ def test_of_equal_logits_the_first_experts_are_chosen() -> None:
     assert ((found - right) ** 2).sum() < NMSE * (right**2).sum()
 
 
-def test_a_block_that_waits_in_vain_leaves_nan() -> None:
+def test_a_block_that_waits_in_vain_ends_the_launch() -> None:
     """Thread blocks one after another: the first one's patience ends."""
     model, h = Model(Sizes(), 1), np.ones((1, 256), np.float32)
     qkv = np.ones((1, model.of.features), np.float16)
     attend, behind = model.launches(0, qkv, h, 2)
     run(attend)
-    run(behind, together=False)
-    assert np.isnan(h[0, :128]).all()
+    with pytest.raises(SimulatorError, match=r"the kernel gives up \(trap\)"):
+        run(behind, together=False)
 
 
 @pytest.mark.parametrize(("change", "said"), [

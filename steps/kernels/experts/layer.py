@@ -20,8 +20,8 @@ before attention has ended, those of experts when they are chosen, and those of 
 values where gates and ups were.
 
 All of that must fit into shared memory (`why_not`): of Qwen3 30B-A3B 4 bits do, 5 do not. All
-blocks must be on the GPU at once: one that waits in vain gives up after some seconds, and the
-residual is NaN. Where all threads poll, what they ask for fills the way to the L2, and attention
+blocks must be on the GPU at once: one that waits in vain for half a minute ends the launch with an
+error. Where all threads poll, what they ask for fills the way to the L2, and attention
 and the streams of weights of others wait behind it: one lane of a warp polls first. So do weights:
 what is polled waits behind all that the SM has asked for.
 """
@@ -766,7 +766,7 @@ def launch(
     words   : uint32 [`LayerShape.words`], zeros before the first token; of launches that follow
               each other alone. `steps.kernels.between.attention` shows its output there, and finds
               queries, keys and values, of which the last layer makes none.
-    patience: polls before a block gives up, and leaves NaN.
+    patience: polls before a block gives up, and the launch ends with an error.
     """
     weights = [one for pair in products for one in pair]
     numbers = np.float32(epsilon), np.int32(index), np.int32(count), np.int32(patience)
