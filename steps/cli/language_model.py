@@ -31,9 +31,9 @@ FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
 TRAPPED: Final = "unspecified launch failure", "CUDA_ERROR_LAUNCH_FAILED"
 """What torch and the driver say of a kernel that trapped."""
-LEAST_WAIT: Final = 20
-"""Seconds before a kernel that waits for others gives up, at least
-(`steps.instructions.bulk_copy.PATIENCE`): one that traps sooner has another fault."""
+LEAST_WAIT: Final = 10
+"""Seconds: kernels that wait for others give up after 20 to 30, by the clock or by the number of
+polls. One that traps sooner has another fault."""
 _said_at = BEGAN  # when something was last said: what the GPU does now began after that
 
 TOKENS: Final = 64  # how many follow a text, where nobody says and the context holds them
