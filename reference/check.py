@@ -51,7 +51,7 @@ _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smal
     np.dtype(np.uint16): (2.0**-8, 2.0**-134),  # bfloat16
 }
 
-_OPERANDS: Final = {Halves: "f16_weights", Bfloats: "bf16_weights", Tokens: "int8"}
+_OPERANDS: Final = {Halves: "f16_weights", Bfloats: "f16_weights", Tokens: "int8"}
 """What `limits` calls them."""
 
 # --- the verdict ----------------------------------------------------------------------------------

@@ -28,9 +28,8 @@ FLOAT32_ROUNDOFF: Final = 2.0**-24  # unit roundoff of float32, round to nearest
 # accumulate in float32 but may truncate: two roundings to nearest.
 _OPERANDS: Final = {
     "f32": (0.0, FLOAT32_ROUNDOFF),
-    "f16_weights": (2.0**-11, 2 * FLOAT32_ROUNDOFF),  # A is rounded already: `Halves`
-    # and `Bfloats`; weights are rounded to float16 and then to bfloat16
-    "bf16_weights": ((1 + 2.0**-8) * (1 + 2.0**-11) - 1, 2 * FLOAT32_ROUNDOFF),
+    # A is rounded already: `Halves` and `Bfloats`
+    "f16_weights": (2.0**-11, 2 * FLOAT32_ROUNDOFF),
     "int8": (0.0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
 }
 
@@ -84,8 +83,8 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
 
     family     "A16" or "A8"
     magnitude  float64[M, N], sum |t_i| of the terms of each output: that of `same_operands`
-    operands   "f32"; "int8" for `Tokens`; "f16_weights" and "bf16_weights" where weights are
-               rounded first, with the magnitude of `Halves` and `Bfloats`
+    operands   "f32"; "int8" for `Tokens`; "f16_weights" where weights are rounded first, with the
+               magnitude of `Halves` or `Bfloats`
 
     With n roundings of unit u on every term (`roundings`), the computed sum is
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
@@ -160,7 +159,7 @@ INT8_OF_DRAWN_BLOCKS: Final = {"uniform": (1.3e-5, 1.2e-4)}
 # energy of scale * code and of offset at most, up to 16 times that of the weights they come to.
 SCALE_NMSE: Final = 16 * 2.0**-22
 
-# What rounding to bfloat16 adds at most, weights or C: (2^-8)^2 / 3, if significands are near 1.
+# What rounding C to bfloat16 adds at most: (2^-8)^2 / 3, if significands are near 1.
 BFLOAT16_NMSE: Final = 2.0**-16 / 3
 
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
@@ -210,7 +209,7 @@ def limits(
     # the columns of C are independent (one channel dominates every row alike).
     count = columns if problem.distribution == "llm" else rows * columns
     slack = 0.03 + 5 * 2 / math.sqrt(count)
-    added = (0.0, BFLOAT16_NMSE) if operands == "bf16_weights" else (0.0, 0.0)
+    added = (0.0, 0.0)
     if family == "A8":
         added = (INT8_NMSE if operands == "int8" else ACTIVATION_NMSE)[problem.distribution]
     product: tuple[float, float] | None = None
@@ -263,8 +262,6 @@ def _kernel_limit(family: str, problem: Problem, operands: str, few: float) -> f
         truncated = 2 * (k / 128 * FLOAT32_ROUNDOFF) ** 2 / 10 * few
         names = storage_format(FORMATS[problem.format]).dtype.names or ()
         return max(rounded, truncated) if "m" in names else rounded
-    if operands == "bf16_weights":  # rounded to bfloat16: 3e-6 measured
-        return 2e-5 * few
     if operands == "f16_weights":  # rounded to float16, once: 3e-8 measured
         return 3e-7 * few
     # A running sum after j of K terms has energy j/K of the result; each addition rounds it with

@@ -228,7 +228,7 @@ def test_one_output_a_little_beyond_its_bound_is_found(
         c = np.array(fuzz_multiply(prepared, machine))
         used, given = operands(prepared, machine), case.problem().a
         same, size = same_operands(given if used is None else used, weights.blocks)
-        kind = {Halves: "f16_weights", Bfloats: "bf16_weights"}.get(type(used), "f32")
+        kind = "f16_weights" if isinstance(used, Halves | Bfloats) else "f32"
         c[0, 3] = same[0, 3] + 1.01 * bound(family, case.k, size, kind)[0, 3]
         return c
 

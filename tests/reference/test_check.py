@@ -371,7 +371,6 @@ def test_the_bound_by_hand() -> None:
     assert bound("A8", 96, np.float64(1.0)) == pytest.approx(31 * u, rel=1e-5)
     halves = bound("A16", 96, np.float64(1.0), "f16_weights")
     assert halves == pytest.approx(2.0**-11 + 200 * u, rel=1e-3)
-    assert bound("A16", 96, np.float64(1.0), "bf16_weights") > 7 * halves
     assert bound("A8", 96, np.float64(1.0), "int8") == pytest.approx(4 * u, rel=1e-5)
 
 
@@ -516,7 +515,8 @@ WRITTEN = {
 def test_16_bits_are_judged_as_they_were_given(
     kind: type[Operands], output: str, distribution: str
 ) -> None:
-    """One rounding is left, of the weights, for bfloat16 through float16; and one of C."""
+    """One rounding is left, of the weights to float16, and one of C. Weights in bfloat16 are not
+    exact."""
     written, bfloats = WRITTEN[output], kind is Bfloats
     for name in WEIGHT_FORMATS:
         problem = Problem(
@@ -524,10 +524,13 @@ def test_16_bits_are_judged_as_they_were_given(
         )
         used = kind.of_values(problem.a)
         w = dequantize(problem.blocks).astype(np.float16)
-        c = used.values() @ (rounded_to_bfloat16(w) if bfloats else w).astype(np.float64).T
+        c = used.values() @ w.astype(np.float64).T
         verdict = check(written(c), problem, "A16", used)
         assert verdict, verdict.verdict
-        off = 1.02 if output == "bfloat16" else 1.01 if bfloats else 1.001
+        if distribution == "normal" and output != "bfloat16":
+            coarse = used.values() @ rounded_to_bfloat16(w).astype(np.float64).T
+            assert "nmse" in check(written(coarse), problem, "A16", used).failures
+        off = 1.02 if output == "bfloat16" else 1.001
         assert "nmse" in check(written(c * off), problem, "A16", used).failures
         one = put(c.copy(), (5, 7), c[5, 7] + 0.2 * np.abs(c).max())
         assert "bound" in check(written(one), problem, "A16", used).failures
