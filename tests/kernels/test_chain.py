@@ -172,10 +172,21 @@ def test_layers_that_have_no_chain(change: dict[str, Any], said: str) -> None:
     }
     assert chain.supports(("q4_0",), **llama, biased=False)
     assert chain.supports(("c6", "q4_1"), **llama, biased=False), "a Q4_K_M"
-    assert not chain.supports(("c4",), **llama, biased=False), "not measured"
+    assert not chain.supports(("c6", "q4_1", "q5_1"), **llama, biased=False), "three formats"
     with pytest.raises(ValueError, match=said):
         chain.chain_of(("q4_0",), **llama | change, biased=False)
     assert not chain.supports(("q4_0",), **llama | change, biased=False)
+
+
+def test_long_chunks_beside_short_ones() -> None:
+    """Queries, keys and values share a turn of the warps, in which all chunks have as many K."""
+    assert chain.kinds_of(("q4_0", "q4_1")) == (("q4_0", 2), ("q4_1", 2))
+    assert chain.kinds_of(("c6", "q4_1")) == (("c6", 1), ("q4_1", 1), ("q4_1", 2))
+    found = []
+    for last, qkv in (("q4_k", (128,)), ("q4_k q6_k", (96, 32))):
+        *_, kinds, _ = Layer(f"q4_k q4_k q6_k {last}", 256, 256, 256, qkv, False).launch(2, 8).args
+        found.append(kinds)
+    assert found == [(2, 2, 0, 2, 2), (2, 2, 0, 1, 0)]
 
 
 def test_unequal_shares_are_refused() -> None:

@@ -94,9 +94,8 @@ H200_UNDER_WAY: Final = 8 * 4608
 DEEP: Final = 2
 """K tiles of a chunk, where that is `MOST_CHUNK` bytes at most."""
 MOST_CHUNK: Final = 5120
-FASTER: Final = frozenset({"q4_0", "q4_1", "q5_1", "q8_0", "e2m1", "c6"})
-"""Storage formats in which chains have been measured, on an H200: a token takes 3 to 10 % less time
-than with launches. Others are launches."""
+MOST_FORMATS: Final = 2
+"""Of a kernel, for a chain to be chosen: one of more has not run on a GPU."""
 BESIDE: Final = 4
 """SMs without a block: there is attention, two blocks on each, and waits while a chain still runs.
 So the next chain gets the SMs of this one, each as soon as its block ends, and streams weights at
@@ -105,7 +104,7 @@ EVEN: Final = 0.9
 """Of the largest share of a product the average one must be."""
 FIELDS: Final = 4
 """Of a product in shared memory: pairs of the block, the first, chunks of a pair, and which of the
-kernel's formats its weights have."""
+kernel's kinds its weights are."""
 TABLES: Final = 5
 """Out, gates and ups, down, and queries, keys and values in up to two formats, one behind the other
 in the same turn of the warps."""
@@ -117,9 +116,9 @@ wait_all = cp_async_wait(0)
 class Chain:
     """What a kernel is compiled for.
 
-    formats: storage formats of the products of all layers; which one has which, a launch says
+    kinds  : (storage format, K tiles of a chunk) of the products of all layers; which one is which,
+             a launch says
     warps  : that multiply
-    deep   : K tiles of a chunk
     slots  : of the ring
     a_bytes: of the longest A
     even, odd : pairs of a block at most, in products 0 and 2, and in 1 and 3
@@ -127,9 +126,8 @@ class Chain:
     biases : pairs of a block at most whose queries, keys and values have a bias
     """
 
-    formats: tuple[str, ...]
+    kinds: tuple[tuple[str, int], ...]
     warps: int
-    deep: int
     slots: int
     a_bytes: int
     even: int
@@ -143,8 +141,8 @@ class Chain:
 
     @property
     def chunk(self) -> int:
-        """Bytes of a slot: of a chunk of the longest format."""
-        return self.deep * most_bytes(self.formats)
+        """Bytes of a slot: of the longest chunk."""
+        return max(deep * bytes_of_pair(name) for name, deep in self.kinds)
 
     @property
     def a_at(self) -> int:
@@ -220,9 +218,9 @@ def share(pairs, last):
     return own, int32(each * block + min(block, rest))
 
 
-def most_bytes(formats: Sequence[str]) -> int:
-    """Of a pair of packed tiles."""
-    return max(PAIR * tile_format(one).tile_bytes for one in formats)
+def bytes_of_pair(name: str) -> int:
+    """Of packed tiles."""
+    return PAIR * tile_format(name).tile_bytes
 
 
 def of_kinds(values: Sequence[Any]) -> Any:
@@ -244,11 +242,11 @@ def of_kinds(values: Sequence[Any]) -> Any:
     return of_kind
 
 
-def multiply_of(formats: Sequence[str], deep: int) -> Any:
+def multiply_of(kinds: Sequence[tuple[str, int]]) -> Any:
     """multiply(kind, acc, smem, weights, a, zeros, lane): a device function, as of
-    `product_of_one`, of one of these formats."""
-    name, *others = formats
-    multiply_first, _ = product_of_one(name, deep)
+    `product_of_one`, of one of these kinds."""
+    first, *others = kinds
+    multiply_first, _ = product_of_one(*first)
     if not others:
 
         @cuda.jit(device=True, forceinline=True)
@@ -256,7 +254,7 @@ def multiply_of(formats: Sequence[str], deep: int) -> Any:
             multiply_first(acc, smem, weights, a, zeros, lane)
 
         return multiply
-    other = multiply_of(others, deep)
+    other = multiply_of(others)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_one(kind, acc, smem, weights, a, zeros, lane):
@@ -270,20 +268,20 @@ def multiply_of(formats: Sequence[str], deep: int) -> Any:
 
 @cache
 def kernel(layout: Chain) -> Any:
-    warps, deep, slots, chunk = layout.warps, layout.deep, layout.slots, layout.chunk
+    warps, slots, chunk = layout.warps, layout.slots, layout.chunk
     a_at, sums_at, bars_at, rows_at = layout.a_at, layout.sums_at, layout.bars_at, layout.rows_at
     bias_at, h_at, weights_at = layout.bias_at, layout.h_at, layout.weights_at
     squares_at, norms_at, table_at = layout.squares_at, layout.norms_at, layout.table_at
     empty_at, loads, biased = bars_at + 8 * slots, layout.loads, layout.biases > 0
-    of_pair, of_chunk = 4 * ROWS, deep * TILE_K  # bytes of sums; K
-    lanes_of_a = of_chunk // 8
+    of_pair = 4 * ROWS  # bytes of sums
     even_bytes, odd_bytes = of_pair * layout.even, of_pair * layout.odd
     odd_at = sums_at + warps * even_bytes
-    more_parts = ceil_div(layout.a_bytes // 2 // of_chunk, warps)
-    several = len(layout.formats) > 1
-    multiply, zeros_at = multiply_of(layout.formats, deep), layout.zeros_at
-    tile_bytes_of = of_kinds([tile_format(one).tile_bytes for one in layout.formats])
-    scale_of = of_kinds([product_of_one(one, deep)[1] for one in layout.formats])
+    several, deeps = len(layout.kinds) > 1, [deep for _, deep in layout.kinds]
+    more_parts = ceil_div(layout.a_bytes // 2 // (min(deeps) * TILE_K), warps)
+    multiply, zeros_at = multiply_of(layout.kinds), layout.zeros_at
+    k_tiles_of = of_kinds(deeps)
+    tile_bytes_of = of_kinds([tile_format(name).tile_bytes for name, _ in layout.kinds])
+    scale_of = of_kinds([product_of_one(*one)[1] for one in layout.kinds])
 
     @cuda.jit(device=True, forceinline=True)
     def entry(smem, p, field):
@@ -295,7 +293,7 @@ def kernel(layout: Chain) -> Any:
         at = table_at + 4 * FIELDS * p
         store_u32(smem, at, uint32(own))
         store_u32(smem, at + 4, uint32(first))
-        store_u32(smem, at + 8, uint32(uint32(k) // uint32(of_chunk)))
+        store_u32(smem, at + 8, uint32(uint32(k) // uint32(k_tiles_of(kind) * TILE_K)))
         store_u32(smem, at + 12, uint32(kind))
 
     @cuda.jit(device=True, forceinline=True)
@@ -317,6 +315,11 @@ def kernel(layout: Chain) -> Any:
         return entry(smem, p + 1 if p == 3 and pair >= entry(smem, p, 0) else p, 3)
 
     @cuda.jit(device=True, forceinline=True)
+    def k_of_chunk(smem, p):
+        """Of a product, in all its kinds."""
+        return int32(TILE_K * k_tiles_of(entry(smem, p, 3) if several else int32(0)))
+
+    @cuda.jit(device=True, forceinline=True)
     def slot_of(index):
         turn = uint32(index) // uint32(slots)
         return int32(uint32(index) - turn * uint32(slots)), int32(turn & uint32(1))
@@ -333,7 +336,10 @@ def kernel(layout: Chain) -> Any:
         @cuda.jit(device=True, forceinline=True)
         def stream(smem, w, p, window, own, state):
             index, begin, slot, turn, landed, landed_turn = state
-            tile_bytes = int32(tile_bytes_of(entry(smem, p, 3) if several else int32(0)))
+            kind = int32(0)
+            if several:
+                kind = entry(smem, p, 3)
+            tile_bytes, deep = int32(tile_bytes_of(kind)), int32(k_tiles_of(kind))
             piece, pair_bytes = int32(PAIR // pieces * tile_bytes), int32(PAIR * tile_bytes)
             chunks = entry(smem, p, 2)
             end = int32(begin + entry(smem, p, 0) * chunks)
@@ -429,7 +435,8 @@ def kernel(layout: Chain) -> Any:
         y, sizes, kinds, epsilon,
     ):  # fmt: skip
         """See `launch`. sizes: (width, hidden, K of out, N of qkv in one format and in the last
-        one, window, whether to wait for launches before). kinds: of each product, in `formats`."""
+        one, window, whether to wait for launches before). kinds: of each product, in those of
+        `Chain`."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(4, float32)
         griddepcontrol_launch_dependents()
@@ -515,9 +522,10 @@ def kernel(layout: Chain) -> Any:
                         source = gates
                     elif p == 3:
                         source = x_next
+                    of_chunk = k_of_chunk(smem, p)
                     k = int32(of_chunk * warp + 8 * lane)
                     to = int32(a_at + 2 * k)
-                    if lane < lanes_of_a:
+                    if 8 * lane < of_chunk:
                         if warp < chunks:
                             put(smem, to, poll(source, k))
                         for i in range(1, more_parts):
@@ -545,7 +553,7 @@ def kernel(layout: Chain) -> Any:
                         cp_async_commit()
                     for r in range(4):
                         acc[r] = 0
-                    kind = int32(0)
+                    kind, of_chunk = int32(0), k_of_chunk(smem, p)
                     if several:
                         kind = kind_of(smem, p, pair)
                     c = warp
@@ -555,7 +563,7 @@ def kernel(layout: Chain) -> Any:
                         if pair == 0 and c >= warps:
                             wait_all()
                             k = int32(of_chunk * c + 8 * lane)
-                            if lane < lanes_of_a:
+                            if 8 * lane < of_chunk:
                                 x0, x1, x2, x3 = load_u32x4(smem, a_at + 2 * k)
                                 upper = uint64(32)
                                 low = uint64(x0) | uint64(x1) << upper
@@ -673,8 +681,7 @@ def chain_of(
 
     ValueError where the sizes do not divide into pairs of row tiles and chunks, where a block
     would have more pairs than warps, or where shared memory does not hold A and a ring."""
-    pair_bytes, names = most_bytes(formats), ", ".join(formats)
-    deep = DEEP if DEEP * pair_bytes <= MOST_CHUNK else 1
+    names, deepest = ", ".join(formats), max(map(deep_of, formats))
     if width % ROWS or hidden % (TILE_GROUP * TILE_ROWS) or any(n % ROWS for n in qkv):
         raise ValueError(
             f"a chain has multiples of {ROWS} features and of {TILE_GROUP * TILE_ROWS} hidden "
@@ -685,10 +692,10 @@ def chain_of(
             f"queries, keys and values of a chain have two formats of the kernel's at most, not "
             f"{len(qkv)} of {names}"
         )
-    if any(k % (deep * TILE_K) for k in (width, hidden, k_out)):
+    if any(k % (deepest * TILE_K) for k in (width, hidden, k_out)):
         raise ValueError(
-            f"a chain of {names} takes K in multiples of {deep * TILE_K}, not {k_out}, {width} and "
-            f"{hidden}"
+            f"a chain of {names} takes K in multiples of {deepest * TILE_K}, not {k_out}, {width} "
+            f"and {hidden}"
         )
     numbers = numbers_of_pairs(width, hidden)
     pairs = *(ceil_div(n, blocks) for n in numbers), pairs_of_qkv(qkv, blocks)
@@ -699,12 +706,13 @@ def chain_of(
         )
     work = max(pairs[::2]), max(pairs[1::2]), ceil_div(max(numbers[0], blocks + BESIDE), 32)
     rest = 2 * max(width, hidden, k_out), *work, pairs[3] if biased else 0
-    without = Chain(tuple(formats), warps, deep, 0, *rest)
+    without = Chain(kinds_of(formats), warps, 0, *rest)
     slots = (shared_memory() - without.shared) // (without.chunk + 16) // PRODUCERS * PRODUCERS
     # A warp looks for a chunk that is a turn of the warps behind the one it had last, and up to two
     # where its pair ends between. The chunk whose slot that is must have landed by then, or it
     # takes the old one for the new.
-    rest_of_turn = max(k // (deep * TILE_K) % warps for k in (width, hidden, k_out))
+    chunks = {k // (deep * TILE_K) for _, deep in without.kinds for k in (width, hidden, k_out)}
+    rest_of_turn = max(n % warps for n in chunks)
     least = warps + rest_of_turn + window_of(without)
     if slots < least:
         raise ValueError(
@@ -712,6 +720,18 @@ def chain_of(
             f"beside {without.shared}, and there are {shared_memory()} bytes of shared memory"
         )
     return replace(without, slots=slots)
+
+
+def deep_of(name: str) -> int:
+    """K tiles of a chunk in a storage format."""
+    return DEEP if DEEP * bytes_of_pair(name) <= MOST_CHUNK else 1
+
+
+def kinds_of(formats: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(storage format, K tiles of a chunk): in a turn of the warps beside a format of short chunks,
+    others have short ones, too."""
+    shortest = min(map(deep_of, formats))
+    return tuple(sorted({(name, deep) for name in formats for deep in (shortest, deep_of(name))}))
 
 
 def window_of(layout: Chain) -> int:
@@ -735,15 +755,15 @@ def supports(
     formats: Sequence[str], width: int, hidden: int, k_out: int, qkv: Sequence[int], biased: bool,
     blocks: int,
 ) -> bool:  # fmt: skip
-    """Whether there is a chain for such a layer, blocks get shares that are about equal, and it is
-    faster than launches."""
+    """Whether there is a chain for such a layer, blocks get shares that are about equal, and it has
+    `MOST_FORMATS` at most."""
     try:
         chain_of(formats, width, hidden, k_out, qkv, biased, blocks)
     except ValueError:
         return False
     numbers = numbers_of_pairs(width, hidden)
     even = all(n >= EVEN * blocks * ceil_div(n, blocks) for n in numbers)
-    return even and FASTER.issuperset(formats)
+    return even and len(formats) <= MOST_FORMATS
 
 
 def launch(
@@ -780,7 +800,11 @@ def launch(
         )
     first, last = (*qkv, 0, 0)[:2]
     sizes = h.size, gates.size, a.size, first, last, window or window_of(layout), waits
-    kinds = [formats.index(one) for one in names]
+    of_products, of_qkv = [(one, deep_of(one)) for one in names[:3]], names[3:]
+    shortest = min(map(deep_of, of_qkv), default=1)
+    kinds = [
+        layout.kinds.index(one) for one in (*of_products, *((one, shortest) for one in of_qkv))
+    ]
 
     def five(of_products: Sequence[Any]) -> tuple[Any, ...]:
         """With something in place of parts that there are not."""
