@@ -5,7 +5,7 @@
 A layer is chained where each of its products would be step 18's kernel in float16, without a bias
 but for that of queries, keys and values, and where their sizes divide into shares of this GPU
 (`Chains.takes`). Otherwise it is as `steps.decoder.deferred` has it. Products have formats of their
-own; one kernel is for all that a model's layers have. Queries, keys and values may have two.
+own, two of them at most; one kernel is for both. Queries, keys and values may have both.
 """
 
 from __future__ import annotations
