@@ -3,6 +3,8 @@ thread blocks of one together."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from math import prod
 from typing import Any
@@ -115,3 +117,24 @@ def test_right_on_a_gpu(tmp_path: Any) -> None:
     assert model.is_whole(model.cache(1, 4), 1)
     found = checks.against_torch(path, ids, accuracy="exact", operations=do)
     assert found["right"], found
+
+
+HASTY = """
+import sys
+from steps.kernels.parts import exchange
+exchange.PATIENCE = 0  # before a launch takes it for its default
+from steps.cli import language_model, main
+language_model.LEAST_WAIT = 0
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.gpu
+def test_who_waits_in_vain_ends_the_launch_and_is_told_in_a_sentence(tmp_path: Any) -> None:
+    """As a chain that gives up. In a process of its own, which loses the GPU with that launch."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture="qwen3moe", **SIZES)
+    given = [sys.executable, "-c", HASTY, "decoder", str(path), "--ids", "1,5", "--tokens", "2"]
+    ended = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "python -m steps decoder: the GPU ended a launch " in ended.stderr
+    assert "Traceback" not in ended.stderr
