@@ -31,8 +31,8 @@ FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
 TRAPPED: Final = "unspecified launch failure", "CUDA_ERROR_LAUNCH_FAILED"
 """What torch and the driver say of a kernel that trapped."""
-LEAST_WAIT: Final = 10
-"""Seconds: kernels that wait for others give up after 20 to 30, by the clock or by the number of
+LEAST_WAIT: Final = 5
+"""Seconds: kernels that wait for others give up after 10 to 30, by the clock or by the number of
 polls. One that traps sooner has another fault."""
 _said_at = BEGAN  # when something was last said: what the GPU does now began after that
 
@@ -76,7 +76,7 @@ def _run(args: Namespace, work: Work) -> int:
         if gave_up:
             raise UsageError(
                 f"the GPU ended a launch {waited:.0f} s after the last word: kernels whose thread "
-                "blocks wait for each other give up after half a minute, as where another program "
+                "blocks wait for each other give up after 10 to 30 s, as where another program "
                 "holds multiprocessors. nvidia-smi says who does; alone on the GPU it is a fault "
                 "of a kernel. --between plain does without such kernels"
             ) from error

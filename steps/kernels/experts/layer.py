@@ -20,7 +20,7 @@ before attention has ended, those of experts when they are chosen, and those of 
 values where gates and ups were.
 
 All of that must fit into shared memory (`why_not`): of Qwen3 30B-A3B 4 bits do, 5 do not. All
-blocks must be on the GPU at once: one that waits in vain for half a minute ends the launch with an
+blocks must be on the GPU at once: one that waits in vain for some 20 s ends the launch with an
 error. Where all threads poll, what they ask for fills the way to the L2, and attention
 and the streams of weights of others wait behind it: one lane of a warp polls first. So do weights:
 what is polled waits behind all that the SM has asked for.

@@ -18,8 +18,8 @@ from steps.instructions import load_u64x2_relaxed, store_u64_relaxed, trap
 
 HEAD: Final = 4
 """Words before the first that is shown."""
-PATIENCE: Final = 1 << 25
-"""Polls of a value at most, of some 0.7 us each: then the launch ends with an error."""
+PATIENCE: Final = 1 << 26
+"""Polls of a value at most, of some 0.3 us each: then the launch ends with an error."""
 
 
 @cuda.jit(device=True, forceinline=True)
