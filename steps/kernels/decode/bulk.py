@@ -45,6 +45,7 @@ from steps.kernels.decode.product import (
     boxes_stride,
 )
 from steps.kernels.decode.tiles import (
+    H200_LEAST_TILES,
     MOST_TOKENS,
     Variant,
     activations,
@@ -260,7 +261,9 @@ def launch(
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
     kind, output = dtype_name(a), dtype_name(out)
-    found = tile_configuration(stored_as, shape, family, quantized, mapped=True, kind=kind)
+    found = tile_configuration(
+        stored_as, shape, family, quantized, mapped=True, kind=kind, least_tiles=H200_LEAST_TILES
+    )
     variant = found.variant
     scale = product_of(stored_as.name, variant, kind).scale
     end_of = final_sum(

@@ -54,7 +54,7 @@ BOX_ROW: Final = 2 * BOX_K
 def box_rows(tokens: int, m: int, scaled: bool) -> int:
     """Of a box of a thread block of so many columns, for `m` tokens. Each row takes time, whether
     or not it is there: of more than eight there are no more than tokens, where weights are scaled.
-    Elsewhere more addresses take longer than fewer rows save."""
+    What further columns read behind a box ends in sums that nobody reads."""
     return min(tokens, m) if scaled and tokens > 8 else tokens
 
 
@@ -314,30 +314,17 @@ def product_a16(
 
     @cuda.jit(device=True, forceinline=True)
     def place_in_box(a, offsets, half, odd, j):
-        at = a + half_bytes * half
-        return at + (offsets[0][2 * j + odd] if scaled else offsets[0][odd] + group_bytes * j)
+        return a + half_bytes * half + offsets[0][odd] + group_bytes * j
 
     place = place_in_box if in_boxes else place_in_row
 
     @cuda.jit(device=True, forceinline=True)
-    def place_of_token(lane, token):
-        first = int32(BOX_ROW * token + CHUNK * ((lane >> 3) ^ (token & 7)))
-        return first, int32(first ^ BLOCK_BYTES)
-
-    @cuda.jit(device=True, forceinline=True)
-    def places_of_tokens(lane, here):
-        if groups == 1 or not scaled:  # tokens that are not there are zeros
-            return place_of_token(lane, min(int32(lane & 7), int32(min(tokens, 8) - 1)))
-        first, second = place_of_token(lane, min(int32(lane & 7), int32(here - 1)))
-        third, fourth = place_of_token(lane, min(int32((lane & 7) + 8), int32(here - 1)))
-        return first, second, third, fourth
-
-    @cuda.jit(device=True, forceinline=True)
     def places_in_boxes(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i: 8 K of token r, the first block's chunk i, swizzled; then
-        the second block's. Of sixteen tokens of boxes of fewer rows then those of token r + 8. The
-        last row stands in for further columns."""
-        at = places_of_tokens(lane, here)
+        the second block's. A box of fewer than eight has its last one in all further columns."""
+        token = min(int32(lane & 7), int32(min(tokens, 8) - 1))
+        first = int32(BOX_ROW * token + CHUNK * ((lane >> 3) ^ token))
+        at = first, int32(first ^ BLOCK_BYTES)
         if not stay:
             return (at,)
         return at, in_registers(low, here), in_registers(high, here)
@@ -447,15 +434,10 @@ def product_a16(
         return int32(prmt(uint32(int32(a + offset)), 0, 0x3210))
 
     @cuda.jit(device=True, forceinline=True)
-    def addresses(a, x):
-        if groups == 1:
-            return as_one(a, x[0]), as_one(a, x[1])
-        return as_one(a, x[0]), as_one(a, x[1]), as_one(a, x[2]), as_one(a, x[3])
-
-    @cuda.jit(device=True, forceinline=True)
     def multiply_scaled(acc, smem, weights, a, a_scales, offsets, here, lane):
         if in_boxes:
-            offsets, a = (addresses(a, offsets[0]),), int32(0)
+            first, second = offsets[0]
+            offsets, a = ((as_one(a, first), as_one(a, second)),), int32(0)
         # written out, as the compiler would leave a loop
         multiply_half(acc, smem, weights, a, offsets, lane, 0)
         multiply_half(acc, smem, weights, a, offsets, lane, 1)

@@ -67,6 +67,10 @@ FUSED_BYTES: Final = 52 * 1024
 WARPS: Final = (16, 8, 4)
 """Of a thread block, the first that fit; 16 leave each thread 128 registers."""
 
+H200_LEAST_TILES: Final = 4
+"""Tiles of a warp, each a pair of packed tiles, from which 16 warps are faster than 8 where 16
+tokens meet scaled weights."""
+
 H200_STAGES: Final = {
     "A8": {1: 4, 2: 3, 4: 3, 8: 2, 16: 2},
     "A16": {1: 2, 2: 2, 4: 2, 8: 2, 16: 2},
@@ -205,11 +209,13 @@ def tile_configuration(
     quantized: bool,
     mapped: bool = False,
     kind: str = "float16",
+    least_tiles: int = 0,
 ) -> TileConfiguration:
     """The first that fits, in this order: many warps, A kept, one block to a multiprocessor,
     warps along K, many stages. quantized: A is float32, and the kernel quantizes it. mapped: of
     two tokens or more the kernel copies A in boxes, of 2, 4, 8 or 16, wherever these fit.
-    kind: the dtype of A.
+    kind: the dtype of A. least_tiles: of 16 tokens of scaled weights 16 warps have so many tiles
+    each, or there are fewer warps.
 
     An invariant product (`Shape.invariant`) has as many warps along K as one of `MOST_TOKENS`
     tokens: they alone decide the order of a sum."""
@@ -235,6 +241,7 @@ def tile_configuration(
     tight = family == "A16" and columns(shape.m) == 16 and (tile.minimum or tile.group < BLOCK)
     tight = tight and not scaled
     fitting = WARPS[1:] if tight else WARPS
+    many = scaled and columns(shape.m) == MOST_TOKENS and not shape.invariant
     orders = [itertools.product(fitting, some, waves, shares_n) for some in places]
     for warps, place, wave, warps_n in itertools.chain(*orders):
         row_tiles = ceil_div(ceil_div(shape.n, TILE_ROWS), wave * blocks_n)
@@ -247,6 +254,8 @@ def tile_configuration(
             continue
         k_tiles = ceil_div(ceil_div(shape.k, TILE_K), warps_k)
         pairs = ceil_div(row_tiles, PAIR * warps_n)
+        if many and warps > WARPS[1] and k_tiles * pairs < least_tiles:
+            continue
         most = H200_STAGES[family][columns(shape.m)]
         most = max(2, min(most, k_tiles * pairs))
         kept = ("kept_boxes",) if place == "in_boxes" and pairs > 1 else ()

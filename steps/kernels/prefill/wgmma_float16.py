@@ -55,7 +55,7 @@ def kernel(
     """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles (features, tokens),
     shared ones added up in `slices`, a ring of `stages`, and the first warpgroup `stagger` of them
     before the others; its shared memory in bytes). scaled: tokens have scales."""
-    (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name)
+    (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name, in_pairs=True)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
     acc_halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup

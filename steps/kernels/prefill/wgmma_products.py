@@ -45,9 +45,10 @@ class HalfStage:
 
 
 @cache
-def half_stage(format_name: str) -> HalfStage:
+def half_stage(format_name: str, in_pairs: bool = False) -> HalfStage:
     """The device functions for the weights of a storage format and float16 tokens, for capture in a
-    kernel factory."""
+    kernel factory. in_pairs: a fence between two products and two lets ptxas make the fragments of
+    the next pair before the wait for this one (step 14's worklog; not measured with experts)."""
     form = half_format(format_name)
     words, scales = form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
@@ -65,6 +66,8 @@ def half_stage(format_name: str) -> HalfStage:
         wgmma_fence()
         acc = wgmma_f16(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
         acc = wgmma_f16(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
+        if in_pairs:
+            wgmma_fence()
         acc = wgmma_f16(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
         acc = wgmma_f16(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
         wgmma_commit()

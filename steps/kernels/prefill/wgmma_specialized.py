@@ -67,7 +67,7 @@ def kernel(
 ) -> tuple[Any, int]:
     """(kernel for C of dtype `output`, a bias of dtype `of_bias` or none, tiles of `bm` tokens and
     a ring of `stages`; its shared memory in bytes). scaled: tokens have scales."""
-    form = half_stage(fmt.name)
+    form = half_stage(fmt.name, in_pairs=True)
     load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
     # weights of all stages, the mbarriers, and the area through which the end of the tile passes.
