@@ -253,6 +253,24 @@ def store_u16_relaxed(lane, array, index, value):
     array.store_relaxed(index, struct.pack("<H", value))
 
 
+@ptx("st.relaxed.sys.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
+def store_u32_system(lane, array, index, value):
+    """4 bytes to array[index], which may be of another GPU. STG.E.STRONG.SYS."""
+    array.store_relaxed(index, struct.pack("<I", value))
+
+
+@ptx(
+    "ld.relaxed.sys.global.u32 $0, [$1];",
+    returns=uint32,
+    takes=(GLOBAL,),
+    scope="lane",
+    memory=True,
+)
+def load_u32_system(lane, array, index):
+    """4 bytes at array[index], where another GPU may store. LDG.E.STRONG.SYS."""
+    return struct.unpack_from("<I", array.bytes, array.locate_relaxed(index, 4))[0]
+
+
 @ptx("trap;", scope="lane", memory=True)
 def trap(lane):
     """End the launch with an error, in place of a wait without end. The context is lost, as after a

@@ -44,6 +44,7 @@ from steps.instructions import (
     load_u16,
     load_u32,
     load_u32_relaxed,
+    load_u32_system,
     load_u32x2,
     load_u32x4,
     load_u32x4_once,
@@ -68,6 +69,7 @@ from steps.instructions import (
     store_u16_relaxed,
     store_u32,
     store_u32_relaxed,
+    store_u32_system,
     store_u32x2,
     store_u32x4,
     store_u64_relaxed,
@@ -75,7 +77,6 @@ from steps.instructions import (
     trap,
 )
 from steps.instructions.approximate import exp2, reciprocal, rsqrt
-from steps.kernels.between.deferred_norm import load_u32_system, store_u32_system
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ terms of launches that follow.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -46,13 +45,14 @@ from steps.instructions import (
     as_float,
     float_to_half,
     load_f32,
+    load_u32_system,
     shfl_xor,
     store_f32,
     store_u16,
+    store_u32_system,
     trap,
 )
 from steps.instructions.approximate import reciprocal, rsqrt
-from steps.instructions.define import GLOBAL, ptx
 from steps.kernels.decode.bulk import arguments, kernel
 from steps.kernels.decode.final_sum import FinalSum, final_sum, warp_sums
 from steps.kernels.decode.tiles import TileConfiguration, Variant, product_of, tile_configuration
@@ -159,24 +159,6 @@ def normed_end(
         write_plain(smem, sums, row_scales_at, c, unread, bias, own, m0, here, first, end, t)
 
     return FinalSum(plain.store, of_token.n_loads, load_ahead, prologue, write)
-
-
-@ptx("st.relaxed.sys.global.u32 [$0], $1;", takes=(GLOBAL, uint32), scope="lane", memory=True)
-def store_u32_system(lane, array, index, value):
-    """4 bytes to array[index], which may be of another GPU. STG.E.STRONG.SYS."""
-    array.store_relaxed(index, struct.pack("<I", value))
-
-
-@ptx(
-    "ld.relaxed.sys.global.u32 $0, [$1];",
-    returns=uint32,
-    takes=(GLOBAL,),
-    scope="lane",
-    memory=True,
-)
-def load_u32_system(lane, array, index):
-    """4 bytes at array[index], where another GPU may store. LDG.E.STRONG.SYS."""
-    return struct.unpack_from("<I", array.bytes, array.locate_relaxed(index, 4))[0]
 
 
 @cuda.jit(device=True, forceinline=True)
