@@ -78,16 +78,11 @@ class Q81(Operands):
         return cls(q, blocks["d"].astype(np.float32), blocks["s"].astype(np.float32))
 
     @classmethod
-    def of_values(cls, a: Array, s: str = "codes") -> Q81:
-        """Quantize float32[M, K], K a multiple of 32, as ggml's reference does, but keep d and s in
-        float32.
-
-        s = "codes" is d * sum(q); s = "values" is the sum of the raw a (llama.cpp on CUDA).
-        """
+    def of_values(cls, a: Array) -> Q81:
+        """Quantize float32[M, K], K a multiple of 32, as ggml's reference does, but keep d and
+        s = d * sum(q) in float32."""
         _require_matrix(a, BLOCK)
-        if s not in ("codes", "values"):
-            raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
-        planes = zip(*(_quantized(a[part], s) for part in pieces(*a.shape)), strict=True)
+        planes = zip(*(_quantized(a[part]) for part in pieces(*a.shape)), strict=True)
         q, d, total = (np.concatenate(each) for each in planes)
         return cls(q, d, total)
 
@@ -212,10 +207,10 @@ def _codes(x: Array) -> tuple[Array, Array]:
     return q.astype(np.int8), d
 
 
-def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
+def _quantized(a: Array) -> tuple[Array, Array, Array]:
     """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
     x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
     q, d = _codes(x)
-    with np.errstate(invalid="ignore"):  # an infinite d times 0, or infinities of both signs
-        total = d * q.sum(axis=-1, dtype=np.float32) if s == "codes" else x.sum(axis=-1)
-    return q.reshape(a.shape), d, total.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # an infinite d times 0
+        s = d * q.sum(axis=-1, dtype=np.float32)
+    return q.reshape(a.shape), d, s

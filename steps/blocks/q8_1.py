@@ -150,22 +150,11 @@ def sum_of_codes(low, high, d):
     return d * float32(int32(count + shfl_xor(count, 2)))
 
 
-@cuda.jit(device=True, forceinline=True)
-def sum_of_values(x, i):
-    """s = sum(x) of a block, from the values of its four lanes."""
-    total = x[i, 0]
-    for j in range(1, 8):
-        total += x[i, j]
-    total += shfl_xor(total, 1)
-    total += shfl_xor(total, 2)
-    return total
-
-
 LAYOUTS = "blocks", "k_outermost", "mma_order"
 
 
 @cache
-def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
+def q8_1_quantizer(layout: str) -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to Q8_1; `q8_1_grid` for its launch.
 
     layout "blocks": kernel(a, blocks)
@@ -177,21 +166,20 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
         of 128, the depth of a stage of the steps that copy them without looking; the rest is zero.
         The 16 codes are in natural order, or in `qformats.repack.MMA_ORDER`.
 
-    s "codes": s = d * sum(q), as ggml's CPU reference; "values": s = sum of the raw values, as
-    llama.cpp's CUDA kernels. Columns at or past K count as zeros: K needs no padding. d, the codes
-    and the s of "codes" are the codec's bit for bit; but where d is subnormal the codes are 0.
+    s = d * sum(q), as of ggml's CPU reference. Columns at or past K count as zeros: K needs no
+    padding. d, the codes and s are the codec's bit for bit; but where d is subnormal the codes are
+    0.
 
     A warp quantizes blocks of eight tokens side by side, four lanes a block. Where rows of A begin
     at multiples of 16 bytes they are read 128 bits at a time, in MMA_ORDER 64 bits, else value by
     value. With `Launch.overlap` the kernel may follow the one that makes A, and be followed,
     without a gap.
     """
-    if layout not in LAYOUTS or s not in ("codes", "values"):
+    if layout not in LAYOUTS:
         raise ValueError(
-            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are "
-            f"{', '.join(map(repr, LAYOUTS))}, s is of 'codes' or 'values'"
+            f"no Q8_1 quantizer of layout {layout!r}: layouts are {', '.join(map(repr, LAYOUTS))}"
         )
-    of_codes, mma_order = s == "codes", layout == "mma_order"
+    mma_order = layout == "mma_order"
     load, t_columns = (load_values_mma, 2) if mma_order else (load_values, 4)
 
     @cuda.jit(device=True, forceinline=True)
@@ -214,7 +202,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
             load_values(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
         for i in range(AHEAD):
             low, high, d = quantized(x, i)
-            s = sum_of_codes(low, high, d) if of_codes else sum_of_values(x, i)
+            s = sum_of_codes(low, high, d)
             block = uint32(first + i)
             if m < rows and block < blocks_k:
                 offset = (int64(m) * blocks_k + block) * BLOCK_Q8_1
@@ -237,7 +225,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
             load(x, i, a, m, uint32((first + i) * BLOCK + t_columns * t), wide)
         for i in range(AHEAD):
             low, high, d = quantized(x, i)
-            s = sum_of_codes(low, high, d) if of_codes else sum_of_values(x, i)
+            s = sum_of_codes(low, high, d)
             block = uint32(first + i)
             if m < rows and block < blocks_k:
                 offset = int64(block) * rows

@@ -131,8 +131,7 @@ def test_shape_lists_cover_what_they_are_for() -> None:
 def test_integer_problems_are_exact_for_every_step(name: str, k: int) -> None:
     p = Problem(3, 5, k, name, "integer")
     by_recipe = [
-        Q81.of_values(p.a, "codes"),
-        Q81.of_values(p.a, "values"),
+        Q81.of_values(p.a),
         Q81.of_blocks(FORMATS["q8_1"].quantize(p.a)),
         Q81.of_blocks(FORMATS["q8_1"].quantize(p.a, "values")),
     ]
@@ -215,7 +214,7 @@ def test_golden_values(name: str) -> None:
 def test_products_agree_with_their_definition(name: str) -> None:
     """One element at a time, in exact integers and Python floats."""
     p = Problem(2, 3, 64, name, "normal", seed=9)
-    q81 = Q81.of_values(p.a, "values")
+    q81 = Q81.of_values(p.a)
     fmt = FORMATS[name]
     codes = fmt.codes(p.blocks).reshape(3, 2, BLOCK).tolist()
     scale, offset = fmt.scale(p.blocks).tolist(), fmt.offset(p.blocks).tolist()
@@ -281,12 +280,11 @@ def test_products_refuse_operands_of_different_k() -> None:
 @settings(max_examples=200, deadline=None)
 def test_q81_is_the_codec_with_wider_scales(values: list[float]) -> None:
     a = np.array([values], dtype=np.float32)
-    for s in ("codes", "values"):
-        wide, narrow = Q81.of_values(a, s), Q81.of_blocks(FORMATS["q8_1"].quantize(a, s))
-        np.testing.assert_array_equal(wide.q, narrow.q)
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(wide.d.astype(np.float16), narrow.d)
-            np.testing.assert_allclose(wide.s, narrow.s, rtol=2e-3, atol=0.1)
+    wide, narrow = Q81.of_values(a), Q81.of_blocks(FORMATS["q8_1"].quantize(a))
+    np.testing.assert_array_equal(wide.q, narrow.q)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(wide.d.astype(np.float16), narrow.d)
+        np.testing.assert_allclose(wide.s, narrow.s, rtol=2e-3, atol=0.1)
     assert np.abs(wide.values() - a).max() <= 0.5 * wide.d[0, 0] * (1 + 1e-4)
 
 
@@ -350,8 +348,6 @@ def test_recipes_refuse_what_is_no_matrix(kind: type[Operands]) -> None:
     if kind is Q81:
         with pytest.raises(ValueError, match=r"K % 32 == 0, got \[2, 48\]"):
             kind.of_values(np.zeros((2, 48), np.float32))
-        with pytest.raises(ValueError, match="'sum'"):
-            Q81.of_values(np.zeros((1, 32), np.float32), "sum")
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------
