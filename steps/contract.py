@@ -37,17 +37,12 @@ pruned: it multiplies two of each four weights along K (`qformats.repack.prune`)
 ACCURACIES: Final[tuple[Accuracy, ...]] = ("exact", "fast")
 """Those that can be asked for. Asking for one allows those before it, too."""
 
-COARSE_IS_GONE: Final = 'it was 1.02x as fast as "fast" at the median of 75 sizes and less exact'
-"""Why there is no accuracy "coarse" any more: see results/worklog/step15.md."""
-
 
 def known_accuracy(name: str) -> Accuracy:
     """ValueError for a name that is no accuracy."""
     for accuracy in ACCURACIES:
         if name == accuracy:
             return accuracy
-    if name == "coarse":
-        raise ValueError(f'accuracy "coarse" is gone: {COARSE_IS_GONE}; use "fast" or "exact"')
     raise ValueError(f"accuracy is {name!r}: it must be one of {', '.join(ACCURACIES)}")
 
 

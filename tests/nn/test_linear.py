@@ -618,7 +618,6 @@ BAD["d"][1, 0] = np.nan
         (lambda: QuantLinear(32, 5, format="q9_k"), "format is 'q9_k': it must be one of q4_0, "),
         (lambda: QuantLinear(32, 5, format="q4_k"), "32, .* in q4_k needs a multiple of 256"),
         (lambda: QuantLinear(32, 5, accuracy="good"), "'good': it must be one of exact, fast"),
-        (lambda: QuantLinear(32, 5, accuracy="coarse"), '"coarse" is gone: .*; use "fast" or "ex'),
         (lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"), "in_features=33, .*"),
         (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), "format is 'q8_1'"),
         (lambda: QuantLinear.from_float(nn.Conv2d(3, 4, 3), "q4_0"), "source is a Conv2d: give a"),

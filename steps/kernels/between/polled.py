@@ -13,7 +13,7 @@ from numba import cuda, int32, uint64
 from steps.instructions import load_u32_relaxed, load_u64x2_relaxed, trap
 
 POLLS: Final = 1 << 25
-"""Of a value at most: about half a minute."""
+"""Of a value at most: some ten seconds, as a poll of expert layers takes 0.3 us."""
 NOTHING: Final = 0xFFFF
 """Of 16 bits, and twice of 32: a NaN that no instruction makes. Memory that is polled is full of it
 at first."""
