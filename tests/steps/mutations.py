@@ -855,6 +855,11 @@ FEWER: Final = (
     "others do not queue behind them"
 )
 
+MADE: Final = (
+    "all registers that its products read are written before the fence above it; this one lets "
+    "ptxas make the second pair's fragments while the first pair runs, which is faster"
+)
+
 CONVERGED: Final = (
     "the wait for wgmma before it is of the whole warp, whose lanes have loaded by then; the "
     "barrier orders the loads before the arrival of one lane without counting on that"
@@ -894,6 +899,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
         for acc, i in (("acc1", 1), ("acc1", 2), ("acc", 3))
     },
     ("wgmma_float16", "w4a16_persistent", "griddepcontrol_wait()", 2, "left out"): MET,
+    ("wgmma_products", "multiply", "wgmma_fence()", 2, "left out"): MADE,
     ("cp_async", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
     (
         "step21_chained_products",
